@@ -1,0 +1,75 @@
+# Everything is run from here. Longer work lives in hack/ and e2e/.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv/bin
+CLUSTER ?= local
+KEEP ?=
+export CLUSTER
+
+.PHONY: help
+help: ## Show this help
+	@awk 'BEGIN {FS = ":.*##"} /^##@/ {printf "\n\033[1m%s\033[0m\n", substr($$0, 5)} \
+	  /^[a-zA-Z0-9_-]+:.*?##/ {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+##@ Try it
+.PHONY: demo
+demo: .venv/ready ## Cluster up, operator installed, a conversation held; KEEP=1 leaves it running
+	$(VENV)/python -m e2e.demo $(if $(KEEP),--keep)
+
+.PHONY: cluster-up
+cluster-up: .venv/ready ## A local Kubernetes with the images loaded; prints the kubeconfig's path
+	$(VENV)/python -m e2e.cluster up
+
+.PHONY: cluster-down
+cluster-down: .venv/ready ## Take the local cluster down, leaving nothing behind
+	$(VENV)/python -m e2e.cluster down
+
+##@ Test
+.PHONY: test
+test: verify prepare ## Everything: lint, types, unit, contract tests, real engines, cluster scenarios
+	$(VENV)/pytest -m "not thorough"
+
+.PHONY: test-unit
+test-unit: .venv/ready ## The quick loop: unit and contract tests, no cluster, no engines
+	$(VENV)/pytest -q -m "not engine and not cluster"
+
+.PHONY: test-connector
+test-connector: .venv/ready ## The connector against real engines on CPU; writes build/reports/connector.json
+	$(VENV)/python -m pytest -q connector/tests -m engine -p connector.tests.engine.report
+
+.PHONY: test-cluster
+test-cluster: .venv/ready ## The scenarios on a real cluster
+	$(VENV)/pytest -q e2e -m cluster
+
+##@ Measure
+.PHONY: bench-footprint
+bench-footprint: .venv/ready ## CPU and memory of operator, router and engines at rest, in the running cluster
+	$(VENV)/python -m bench.footprint
+
+.PHONY: bench-connector
+bench-connector: .venv/ready ## CPU of the connector's hooks in an engine step; BEFORE=FOLDER compares with another connector/src
+	$(VENV)/python -m bench.connector_step $(if $(BEFORE),--before $(BEFORE))
+
+##@ Develop
+.PHONY: prepare
+prepare: .venv/ready ## Build and cache what tests and demo need: Kubernetes, vLLM on CPU, the models
+	$(VENV)/python -m e2e.prepare
+
+.PHONY: verify
+verify: .venv/ready ## Generated files, lint, format, types, import contracts
+	hack/verify.sh
+
+.PHONY: fmt
+fmt: .venv/ready ## Format and fix
+	$(VENV)/ruff format . && $(VENV)/ruff check --fix .
+
+.PHONY: crds
+crds: .venv/ready ## Regenerate the CRDs and the API reference from the types
+	$(VENV)/python -m disagg_operator.api.crd
+
+.PHONY: lock
+lock: .venv/ready ## Rewrite the hashed lock files from requirements/*.in
+	UV=$(abspath $(VENV)/uv) hack/lock.sh
+
+.venv/ready: requirements/dev.txt requirements/uv.txt hack/venv.sh operator/pyproject.toml router/pyproject.toml connector/pyproject.toml
+	hack/venv.sh
