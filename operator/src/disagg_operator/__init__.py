@@ -1,0 +1,1 @@
+"""DisaggInference operator."""

@@ -1,0 +1,152 @@
+"""The router: its Deployment, and the ConfigMap with what it needs to know (docs/wire-contract.md, section 5)."""
+
+import hashlib
+import json
+
+from ..api.types import DisaggInferenceSpec
+from ..config import Settings
+from ..naming import (
+    ADMIN_PORT,
+    ANNOTATION_CONFIG,
+    CONTROL_PORT,
+    HTTP_PORT,
+    Component,
+    Manifest,
+    labels,
+    role_name,
+    selector,
+)
+from .overlay import strategic_merge, with_labels
+
+CONFIG_DIRECTORY = "/etc/disagg"
+CONFIG_FILE = "router.json"
+MIN_READY_SECONDS = 5
+"""An old router goes when its successor has been in the Service's endpoints for a while."""
+DRAIN_DELAY_SECONDS = 5
+"""How long the router serves on after SIGTERM, until nobody sends it new connections any more."""
+GRACE_SECONDS = 120
+"""How long answers under way may take after that."""
+EXIT_SECONDS = 10
+"""From then to SIGKILL."""
+
+
+def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manifest:
+    """The content of router.json, version 1."""
+    router = spec.router
+    return {
+        "version": 1,
+        "namespace": namespace,
+        "name": name,
+        "model": {"name": spec.model.served_name},
+        "mode": str(spec.kv_transfer.mode),
+        "ports": {"http": HTTP_PORT, "admin": ADMIN_PORT, "engine": HTTP_PORT, "control": CONTROL_PORT},
+        "session": {"keys": list(router.session.keys)},
+        "deadlines": router.deadlines.to_wire(),
+        "limits": router.limits.to_wire(),
+    }
+
+
+def build_router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manifest:
+    """The ConfigMap."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": role_name(name, Component.ROUTER),
+            "namespace": namespace,
+            "labels": labels(name, Component.ROUTER),
+        },
+        "data": {CONFIG_FILE: json.dumps(router_config(name, namespace, spec), indent=1)},
+    }
+
+
+def build_router(name: str, namespace: str, spec: DisaggInferenceSpec, config: Manifest, settings: Settings) -> Manifest:
+    """The Deployment; `config` is the ConfigMap, whose hash rolls the pods when it changes.
+
+    Raises OverlayError if the router's template cannot be merged.
+    """
+    all_labels = labels(name, Component.ROUTER)
+    digest = hashlib.sha256(json.dumps(config["data"], sort_keys=True).encode()).hexdigest()[:16]
+    pod = {
+        "metadata": {"labels": all_labels, "annotations": {ANNOTATION_CONFIG: digest}},
+        "spec": _pod_spec(name, spec, settings),
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": role_name(name, Component.ROUTER), "namespace": namespace, "labels": all_labels},
+        "spec": {
+            "replicas": 0 if spec.suspend else spec.router.replicas,
+            "minReadySeconds": MIN_READY_SECONDS,
+            "selector": {"matchLabels": selector(name, Component.ROUTER)},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "template": with_labels(strategic_merge(pod, spec.router.template), all_labels),
+        },
+    }
+
+
+def _pod_spec(name: str, spec: DisaggInferenceSpec, settings: Settings) -> Manifest:
+    full_name = role_name(name, Component.ROUTER)
+    spread = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": selector(name, Component.ROUTER)}}
+    pod: Manifest = {
+        "serviceAccountName": full_name,
+        "automountServiceAccountToken": True,
+        "enableServiceLinks": False,
+        # As process 1 of its own namespace the router would not get a SIGTERM that comes before its handler is set: a pod
+        # deleted while it starts would sit out the whole grace period.
+        "shareProcessNamespace": True,
+        "terminationGracePeriodSeconds": DRAIN_DELAY_SECONDS + GRACE_SECONDS + EXIT_SECONDS,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "affinity": {
+            "podAntiAffinity": {
+                "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": spread}]
+            }
+        },
+        "containers": [_container(spec, settings)],
+        "volumes": [{"name": "config", "configMap": {"name": full_name}}],
+    }
+    if settings.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": secret} for secret in settings.image_pull_secrets]
+    return pod
+
+
+def _container(spec: DisaggInferenceSpec, settings: Settings) -> Manifest:
+    container: Manifest = {
+        "name": "main",
+        "image": settings.router_image,
+        "args": [
+            f"--config={CONFIG_DIRECTORY}/{CONFIG_FILE}",
+            f"--drain-delay={DRAIN_DELAY_SECONDS}",
+            f"--grace={GRACE_SECONDS}",
+        ],
+        "ports": [
+            {"name": "http", "containerPort": HTTP_PORT},
+            {"name": "admin", "containerPort": ADMIN_PORT},
+        ],
+        "startupProbe": _probe("/healthz", period=1, failures=60),
+        "readinessProbe": _probe("/readyz", period=2, failures=2),
+        "livenessProbe": _probe("/healthz", period=10, failures=6),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [{"name": "config", "mountPath": CONFIG_DIRECTORY, "readOnly": True}],
+    }
+    resources = spec.router.resources.to_wire()
+    resources = {key: value for key, value in resources.items() if value}
+    if resources:
+        container["resources"] = resources
+    if settings.image_pull_policy:
+        container["imagePullPolicy"] = settings.image_pull_policy
+    return container
+
+
+def _probe(path: str, *, period: int, failures: int) -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": "admin"},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }

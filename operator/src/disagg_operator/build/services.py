@@ -1,0 +1,54 @@
+"""Services: one headless for each role and revision, and the router's, which clients call."""
+
+from ..api.types import RouterService
+from ..naming import (
+    CONTROL_PORT,
+    HTTP_PORT,
+    SIDE_CHANNEL_PORT,
+    Component,
+    Manifest,
+    engine_name,
+    labels,
+    role_name,
+    selector,
+)
+
+
+def build_engine_service(name: str, namespace: str, component: Component, revision: str) -> Manifest:
+    """The headless Service whose EndpointSlices the router watches; its labels are copied to them."""
+    ports = (("http", HTTP_PORT), ("side-channel", SIDE_CHANNEL_PORT), ("control", CONTROL_PORT))
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": engine_name(name, component, revision),
+            "namespace": namespace,
+            "labels": labels(name, component, revision),
+        },
+        "spec": {
+            "clusterIP": "None",
+            "selector": selector(name, component, revision),
+            "ports": [{"name": port_name, "port": port, "protocol": "TCP"} for port_name, port in ports],
+        },
+    }
+
+
+def build_router_service(name: str, namespace: str, service: RouterService) -> Manifest:
+    """The Service that clients call."""
+    metadata: Manifest = {
+        "name": role_name(name, Component.ROUTER),
+        "namespace": namespace,
+        "labels": labels(name, Component.ROUTER),
+    }
+    if service.annotations:
+        metadata["annotations"] = dict(service.annotations)
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "type": str(service.type),
+            "selector": selector(name, Component.ROUTER),
+            "ports": [{"name": "http", "port": service.port, "targetPort": "http", "protocol": "TCP"}],
+        },
+    }

@@ -1,0 +1,359 @@
+"""From what is wanted and what was seen to what to do and what to say. Pure.
+
+`make_plan` decides what to apply and what to prune; after that was tried, `report` says what became of it: the status,
+events for what changed in it, and when to look again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from pydantic import ValidationError
+
+from .api.conditions import ConditionType, Reason, find, merge
+from .api.status import Condition, ConditionStatus
+from .api.support import not_implemented
+from .api.types import DisaggInference, DisaggInferenceSpec, DisaggInferenceStatus, RoleStatus, TransferStatus
+from .assess import Facts, Refusal, claims, is_trouble, wanted_pods
+from .build.children import Children, Owner, build_children
+from .build.overlay import OverlayError
+from .config import Settings
+from .control_secret import KeyPolicy, SecretWrite, build_control_secret, next_write
+from .drift import is_due
+from .mismatch import UNSEEN, Standing
+from .naming import ENGINES, LABEL_REVISION, Component, Manifest, endpoint
+from .observe import ObjectKey, Observed
+from .reserved import evasions
+from .revision import differences, revision
+from .rollout import RevisionState, Step, next_step
+
+LOOK_AGAIN_WORKING = 10.0
+"""Seconds. Some causes (a volume that cannot be mounted, a quota) show only in events, which nobody tells us about."""
+LOOK_AGAIN_STALLED = 30.0
+COMES_BACK = timedelta(minutes=10)
+"""How long the engines of a revision that served are kept without a ready decode pod while another one comes up. Longer than a
+pod takes to be replaced; not for ever, since the new revision may need their devices."""
+SETTLE = timedelta(seconds=8)
+"""Between the last pod of a new revision becoming ready and the old revision going: EndpointSlices have to be written and
+routers have to read them, or for a moment nobody would answer."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a DisaggInference asks for, or why it is not carried out."""
+
+    owner: Owner
+    generation: int
+    previous: DisaggInferenceStatus
+    spec: DisaggInferenceSpec | None
+    refusal: Refusal | None
+    target: str
+    manifests: tuple[Manifest, ...] = ()
+    secret: Manifest | None = None
+    """The control channel's, without its keys; it is never applied but written as `control_secret` decides."""
+
+    @property
+    def keys(self) -> frozenset[ObjectKey]:
+        """Kind and name of every child."""
+        secret = () if self.secret is None else (self.secret,)
+        return frozenset(key_of(manifest) for manifest in (*self.manifests, *secret))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do now. Doing it twice does nothing more."""
+
+    step: Step
+    secret: SecretWrite | None = None
+    """First of all: pods do not start without it."""
+    apply: tuple[Manifest, ...] = ()
+    """With the uid of the object that was looked at, if it exists: another one of that name is not overwritten."""
+    prune: tuple[Manifest, ...] = ()
+    """Objects of ours that nothing asks for any more."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A Kubernetes event about a transition."""
+
+    type: str
+    """Normal or Warning."""
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What to say."""
+
+    status: DisaggInferenceStatus
+    notices: tuple[Notice, ...]
+    look_again_after: float | None
+    """Seconds; None if nothing but an event or the resync is waited for."""
+
+
+def key_of(manifest: Manifest) -> ObjectKey:
+    """Kind and name."""
+    return manifest["kind"], manifest["metadata"]["name"]
+
+
+def read(resource: Manifest, settings: Settings) -> Wanted:
+    """What the resource asks for. Never raises for what a user may have written: that becomes a refusal."""
+    meta = resource["metadata"]
+    owner = Owner(meta["namespace"], meta["name"], meta["uid"])
+    try:
+        parsed = DisaggInference.model_validate(resource)
+    except ValidationError as error:
+        why = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+        message = f"{why}. Is the CRD of another version than the operator?"
+        return Wanted(
+            owner, meta["generation"], _old_status(resource), None, Refusal(Reason.INVALID_SPEC, message), ""
+        )
+    spec = parsed.spec
+    target = revision(spec, settings.connector_image)
+    refusal, children = _children(owner, spec, settings)
+    manifests = children.manifests if children else ()
+    secret = build_control_secret(owner.namespace, owner.name, owner.uid) if children else None
+    return Wanted(owner, meta["generation"], parsed.status, spec, refusal, target, manifests, secret)
+
+
+def _children(
+    owner: Owner, spec: DisaggInferenceSpec, settings: Settings
+) -> tuple[Refusal | None, Children | None]:
+    gaps = not_implemented(spec)
+    if gaps:
+        return Refusal(Reason.NOT_IMPLEMENTED, "; ".join(map(str, gaps))), None
+    evading = evasions(spec)
+    if evading:
+        return Refusal(Reason.RESERVED_ARGUMENT, "; ".join(evading)), None
+    unequal = differences(spec)
+    if unequal:
+        what = "; ".join(map(str, unequal))
+        message = f"{what}: KV of one could not be read by the other. Set it once, in engine.extraArgs"
+        return Refusal(Reason.ARGUMENTS_DIFFER, message), None
+    try:
+        return None, build_children(owner, spec, settings)
+    except OverlayError as error:
+        return Refusal(Reason.INVALID_TEMPLATE, f"template: {error}"), None
+
+
+def _old_status(resource: Manifest) -> DisaggInferenceStatus:
+    try:
+        return DisaggInferenceStatus.model_validate(resource.get("status") or {})
+    except ValidationError:
+        return DisaggInferenceStatus()
+
+
+def make_plan(wanted: Wanted, observed: Observed, now: datetime, policy: KeyPolicy) -> Plan:
+    """What to apply and prune. A refused spec leaves everything as it is."""
+    step = next_step(wanted.target, revisions(wanted, observed, now), _served(wanted.previous, now))
+    if wanted.refusal is not None:
+        return Plan(step)
+    taken = {(stranger.kind, stranger.name) for stranger in observed.strangers}
+    apply = tuple(
+        _pinned(manifest, observed.live.get(key_of(manifest)))
+        for manifest in wanted.manifests
+        if key_of(manifest) not in taken and is_due(manifest, observed.live.get(key_of(manifest)))
+    )
+    prune = tuple(
+        item for key, item in observed.live.items() if key not in wanted.keys and not _is_kept(item, step)
+    )
+    return Plan(step, _secret_write(wanted, observed, taken, now, policy), apply, prune)
+
+
+def _secret_write(
+    wanted: Wanted, observed: Observed, taken: set[ObjectKey], now: datetime, policy: KeyPolicy
+) -> SecretWrite | None:
+    if wanted.secret is None or key_of(wanted.secret) in taken:
+        return None
+    return next_write(wanted.secret, observed.live.get(key_of(wanted.secret)), now, policy)
+
+
+def _served(previous: DisaggInferenceStatus, now: datetime) -> str | None:
+    """The revision that answered when last seen, or did until a moment ago."""
+    decode = find(previous.conditions, ConditionType.DECODE_READY)
+    if decode is None:
+        return None
+    lost = decode.status is not ConditionStatus.TRUE
+    return None if lost and now - decode.last_transition_time > COMES_BACK else previous.revision
+
+
+def revisions(wanted: Wanted, observed: Observed, now: datetime) -> list[RevisionState]:
+    """Every revision that has engines, and how far each can serve."""
+    # Workloads are in the order of their age: of a revision's two, the older one tells the revision's.
+    found = {w.revision: w for w in reversed(observed.workloads) if w.revision is not None}
+    return [
+        RevisionState(
+            revision=name,
+            created=workload.created,
+            prefill_ready=observed.ready(Component.PREFILL, name),
+            decode_ready=observed.ready(Component.DECODE, name),
+            complete=name == wanted.target and _is_complete(wanted, observed, now),
+        )
+        for name, workload in found.items()
+        if name is not None
+    ]
+
+
+def _is_complete(wanted: Wanted, observed: Observed, now: datetime) -> bool:
+    """Whether the target's engines are as the spec asks, all of them, and have been long enough for routers to know."""
+    if wanted.spec is None or wanted.refusal is not None:
+        return False
+    for component in ENGINES:
+        workload = observed.engines(wanted.target, component)
+        if workload is None or not workload.settled:
+            return False
+        known = [
+            pod
+            for pod in observed.pods_of(component, wanted.target)
+            if pod.ready_since is not None and now - pod.ready_since >= SETTLE
+        ]
+        if len(known) < wanted_pods(wanted.spec, component):
+            return False
+    return True
+
+
+def report(
+    wanted: Wanted,
+    observed: Observed,
+    plan: Plan,
+    failures: Sequence[Exception],
+    now: datetime,
+    engines: Standing = UNSEEN,
+) -> Report:
+    """The status to write and the events to send, whatever became of the plan."""
+    facts = _facts(wanted, observed, plan, failures, now, engines)
+    conditions = merge(wanted.previous.conditions, claims(facts), generation=wanted.generation, now=now)
+    status = DisaggInferenceStatus(
+        observed_generation=wanted.generation,
+        conditions=conditions,
+        roles=tuple(_role_status(facts, component) for component in Component),
+        revision=_serving(wanted, observed, plan),
+        kv_transfer=_transfer(wanted.spec),
+        endpoint=_endpoint(wanted),
+    )
+    return Report(status, notices(wanted.previous.conditions, conditions), _look_again(conditions))
+
+
+def report_blind(wanted: Wanted, failure: Exception, now: datetime) -> Report:
+    """The report of a pass that could not read the cluster: what was said about pods before stands."""
+    previous = wanted.previous
+    said = report(wanted, Observed(), Plan(Step(wanted.target, None)), [failure], now)
+    new = {c.type: c for c in said.status.conditions if c.type in _SUMMARY}
+    kept = tuple(c for c in previous.conditions if c.type not in _SUMMARY)
+    status = said.status.model_copy(
+        update={
+            "conditions": (*new.values(), *kept),
+            "roles": previous.roles,
+            "revision": previous.revision,
+        }
+    )
+    return Report(status, notices(previous.conditions, status.conditions), said.look_again_after)
+
+
+_SUMMARY = frozenset({ConditionType.READY, ConditionType.RECONCILING, ConditionType.STALLED})
+
+
+def _facts(
+    wanted: Wanted,
+    observed: Observed,
+    plan: Plan,
+    failures: Sequence[Exception],
+    now: datetime,
+    engines: Standing,
+) -> Facts:
+    return Facts(
+        generation=wanted.generation,
+        spec=wanted.spec,
+        refusal=wanted.refusal,
+        target=wanted.target,
+        step=plan.step,
+        observed=observed,
+        changing=bool(plan.apply or plan.prune),
+        failures=failures,
+        previous=wanted.previous.conditions,
+        now=now,
+        engines=engines,
+    )
+
+
+def _serving(wanted: Wanted, observed: Observed, plan: Plan) -> str | None:
+    """The revision that answers; while none does, the last one that did if its engines are still there."""
+    if observed.ready(Component.DECODE, plan.step.serving) > 0:
+        return plan.step.serving
+    present = {workload.revision for workload in observed.workloads}
+    return wanted.previous.revision if wanted.previous.revision in present else None
+
+
+def _role_status(facts: Facts, component: Component) -> RoleStatus:
+    engines = component is not Component.ROUTER
+    pods, desired, ready = (
+        facts.observed.pods_of(component),
+        facts.wanted(component),
+        facts.observed.ready(component),
+    )
+    updated = [pod for pod in pods if not engines or pod.revision == facts.target]
+    return RoleStatus(
+        name=str(component),
+        revision=(facts.target or None) if engines else None,
+        desired_replicas=desired,
+        replicas=len(pods),
+        updated_replicas=len(updated),
+        ready_replicas=ready,
+        ready=f"{ready}/{desired}",
+    )
+
+
+def _endpoint(wanted: Wanted) -> str | None:
+    if wanted.spec is None:
+        return wanted.previous.endpoint
+    return endpoint(wanted.owner.name, wanted.owner.namespace, wanted.spec.router.service.port)
+
+
+def _transfer(spec: DisaggInferenceSpec | None) -> TransferStatus | None:
+    return None if spec is None else TransferStatus(mode=spec.kv_transfer.mode, backend=spec.backend)
+
+
+def _look_again(conditions: Sequence[Condition]) -> float | None:
+    if find(conditions, ConditionType.RECONCILING):
+        return LOOK_AGAIN_WORKING
+    if find(conditions, ConditionType.STALLED):
+        return LOOK_AGAIN_STALLED
+    return None
+
+
+def notices(before: Sequence[Condition], after: Sequence[Condition]) -> tuple[Notice, ...]:
+    """One event for each transition that a person may want to know of."""
+    old: Mapping[str, Condition] = {condition.type: condition for condition in before}
+    told = []
+    for condition in after:
+        was = old.get(condition.type)
+        same = was is not None and (was.status, was.reason) == (condition.status, condition.reason)
+        kind = None if same else _kind_of_notice(condition, was)
+        if kind is not None:
+            told.append(Notice(kind, condition.reason, f"{condition.type}: {condition.message}"))
+    return tuple(told)
+
+
+def _kind_of_notice(condition: Condition, was: Condition | None) -> str | None:
+    match condition.type:
+        case ConditionType.READY:
+            return "Normal" if condition.status is ConditionStatus.TRUE else None
+        case ConditionType.RECONCILING:
+            return "Warning" if is_trouble(condition.reason) else "Normal"
+        case ConditionType.STALLED:
+            return "Warning"
+        case _:
+            served = was is not None and was.status is ConditionStatus.TRUE
+            return "Warning" if served and condition.reason != Reason.SUSPENDED else None
+
+
+def _pinned(manifest: Manifest, live: Manifest | None) -> Manifest:
+    if live is None:
+        return manifest
+    return {**manifest, "metadata": {**manifest["metadata"], "uid": live["metadata"]["uid"]}}
+
+
+def _is_kept(item: Manifest, step: Step) -> bool:
+    of = (item["metadata"].get("labels") or {}).get(LABEL_REVISION)
+    return of is not None and of == step.keep

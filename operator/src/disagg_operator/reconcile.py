@@ -1,0 +1,142 @@
+"""One pass over one DisaggInference: read everything, decide, act, say what became of it."""
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from .api.status import Condition
+from .config import Settings
+from .control_secret import KeyPolicy, SecretWrite
+from .errors import GoneError, KubeError, UnavailableError
+from .events import tell
+from .gather import gather
+from .kube import Kube
+from .mismatch import COUNTERS, Standing, addresses, is_due, look, resume, unlearn
+from .naming import KIND, Manifest
+from .observe import Observed, Page
+from .plan import Notice, Plan, Report, Wanted, key_of, make_plan, read, report, report_blind
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Key:
+    """Which DisaggInference."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+ReadPages = Callable[[Mapping[str, str], Collection[str]], Awaitable[Mapping[str, Page | None]]]
+"""Pods' addresses and names of samples in, a page or None for each pod out; `scrape.read_pages` is one."""
+
+
+@dataclass(frozen=True)
+class Reconciler:
+    """Passes over DisaggInferences. Remembers nothing between them but what engines had counted when last looked at."""
+
+    kube: Kube
+    settings: Settings
+    clock: Callable[[], datetime]
+    random: Callable[[int], bytes]
+    """So many random bytes, for keys."""
+    on_conditions: Callable[[Key, tuple[Condition, ...]], None]
+    """Told the conditions after each pass, none when the object is gone."""
+    read_pages: ReadPages
+    _standings: dict[Key, Standing] = field(default_factory=dict)
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Makes the cluster what the object asks for, as far as one pass can.
+
+        Returns in how many seconds to look again, None if the object is gone. Raises the first failure, after everything
+        else was tried and the status was written.
+        """
+        resource = await self.kube.get(KIND, key.namespace, key.name)
+        if resource is None or "deletionTimestamp" in resource["metadata"]:
+            self.on_conditions(key, ())
+            self._standings.pop(key, None)
+            return None  # the garbage collector takes the children
+        wanted = read(resource, self.settings)
+        said, failures = await self._act(key, resource, wanted)
+        await self._say(resource, said)
+        self.on_conditions(key, said.status.conditions)
+        if failures:
+            raise failures[0]
+        return min(said.look_again_after or self.settings.resync_seconds, self.settings.resync_seconds)
+
+    async def _act(self, key: Key, resource: Manifest, wanted: Wanted) -> tuple[Report, list[Exception]]:
+        policy = KeyPolicy(timedelta(days=self.settings.rotate_days), self.random)
+        try:
+            observed = await gather(self.kube, wanted)
+            plan = make_plan(wanted, observed, self.clock(), policy)
+        except UnavailableError:
+            raise  # nothing is known: the old status is as good as any
+        except Exception as error:
+            return report_blind(wanted, error, self.clock()), [error]
+        failures = await self._carry_out(key, resource, plan)
+        engines = await self._look(key, wanted, observed)
+        return report(wanted, observed, plan, failures, self.clock(), engines), failures
+
+    async def _look(self, key: Key, wanted: Wanted, observed: Observed) -> Standing:
+        """What engines refuse of each other; they are looked at last, so that nothing waits for it."""
+        standing, now = self._standings.get(key), self.clock()
+        if standing is None or standing.uid != wanted.owner.uid:
+            standing = resume(wanted.owner.uid, wanted.previous.conditions, now)
+        if is_due(standing, now):
+            pages = await self.read_pages(addresses(observed), COUNTERS)
+            standing = look(standing, observed, pages, now)
+        else:
+            standing = unlearn(standing, observed)
+        self._standings[key] = standing
+        return standing
+
+    async def _carry_out(self, key: Key, resource: Manifest, plan: Plan) -> list[Exception]:
+        """Everything in the plan; one failure does not keep the rest from being tried."""
+        failures: list[Exception] = []
+        if plan.secret is not None:
+            try:
+                await self._write_secret(key, resource, plan.secret)
+            except KubeError as error:
+                failures.append(error)
+        for manifest in plan.apply:
+            try:
+                await self.kube.apply(manifest)
+                _log.info("%s: applied %s %s", key, *key_of(manifest))
+            except KubeError as error:
+                failures.append(error)
+        for item in plan.prune:
+            kind, name = key_of(item)
+            try:
+                await self.kube.delete(kind, key.namespace, name, item["metadata"]["uid"])
+                _log.info("%s: deleted %s %s", key, kind, name)
+            except KubeError as error:
+                failures.append(error)
+        return failures
+
+    async def _write_secret(self, key: Key, resource: Manifest, write: SecretWrite) -> None:
+        await (self.kube.replace if write.exists else self.kube.create)(write.manifest)
+        _log.info("%s: %s", key, write.message)
+        notice = Notice("Warning" if write.is_repair else "Normal", write.reason, write.message)
+        await tell(self.kube, resource, [notice], self.clock())
+
+    async def _say(self, resource: Manifest, said: Report) -> None:
+        """The status, if it changed, and events about what changed in it."""
+        status = said.status.to_wire()
+        if status == resource.get("status"):
+            return
+        meta = resource["metadata"]
+        body = {
+            "apiVersion": resource["apiVersion"],
+            "kind": resource["kind"],
+            "metadata": {"namespace": meta["namespace"], "name": meta["name"], "uid": meta["uid"]},
+            "status": status,
+        }
+        try:
+            await self.kube.apply(body, status=True)
+        except GoneError:
+            return
+        await tell(self.kube, resource, said.notices, self.clock())

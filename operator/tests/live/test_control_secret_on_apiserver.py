@@ -1,0 +1,148 @@
+"""The engines' Secret against a real API server, by an operator that has the chart's rights on Secrets and no others."""
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from live_cluster import REPOSITORY, Cluster, OperatorProcess, pods, running_operator, spec, until
+
+pytestmark = pytest.mark.cluster
+NAMES = ("previous", "current", "next")
+ANNOTATION = "inference.disagg.dev/keys-rotated-at"
+
+
+def rules() -> list[dict[str, Any]]:
+    """What the chart grants: its template of rules is YAML but for its first and last line."""
+    text = (REPOSITORY / "charts/disagg-operator/templates/_helpers.tpl").read_text()
+    _, _, rest = text.partition('{{- define "disagg-operator.rules" -}}')
+    return list(yaml.safe_load(rest.partition("{{- end -}}")[0]))
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    """As a service account, since the administrator may do anything."""
+    for kind, body in (
+        ("ClusterRole", {"rules": rules()}),
+        (
+            "ClusterRoleBinding",
+            {
+                "roleRef": {
+                    "apiGroup": "rbac.authorization.k8s.io",
+                    "kind": "ClusterRole",
+                    "name": "keys-test",
+                },
+                "subjects": [{"kind": "ServiceAccount", "name": "keys-test", "namespace": "default"}],
+            },
+        ),
+    ):
+        manifest = {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": kind,
+            "metadata": {"name": "keys-test"},
+        }
+        cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest | body))
+    cluster.kubectl("create", "serviceaccount", "keys-test", "-n", "default")
+    token = cluster.kubectl("create", "token", "keys-test", "-n", "default").strip()
+    config = yaml.safe_load(Path(cluster.server.kubeconfig).read_text())
+    config["users"] = [{"name": user["name"], "user": {"token": token}} for user in config["users"]]
+    kubeconfig = tmp_path_factory.mktemp("keys") / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(config))
+    with running_operator(cluster, KUBECONFIG=str(kubeconfig), RESYNC_SECONDS="1") as running:
+        yield running
+
+
+def keys(cluster: Cluster, namespace: str) -> dict[str, bytes]:
+    data = cluster.get("secret", namespace, "demo-control")["data"]
+    return {name: base64.b64decode(data[name]) for name in NAMES}
+
+
+def ready(cluster: Cluster, namespace: str) -> dict[str, bytes]:
+    cluster.apply(namespace, "demo", spec(prefill={"replicas": 1}, decode={"replicas": 1}))
+    cluster.wait_for(namespace, "demo", "Ready", "True")
+    return keys(cluster, namespace)
+
+
+def told(cluster: Cluster, namespace: str) -> dict[str, str]:
+    """Reason of each event about the object, and its type."""
+    items = cluster.get("events", namespace)["items"]
+    return {e["reason"]: e["type"] for e in items if e["involvedObject"]["kind"] == "DisaggInference"}
+
+
+def test_keys_are_made_rotated_and_kept_without_a_restart(
+    cluster: Cluster, operator: OperatorProcess, namespace: str
+) -> None:
+    first = ready(cluster, namespace)
+    assert {len(key) for key in first.values()} == {32}
+    assert len(set(first.values())) == 3
+    running, templates = pods(cluster, namespace), _templates(cluster, namespace)
+    owner = cluster.get("secret", namespace, "demo-control")["metadata"]["ownerReferences"][0]
+    assert owner["uid"] == cluster.get("di", namespace, "demo")["metadata"]["uid"]
+
+    cluster.patch(namespace, "demo", {"decode": {"replicas": 2}})
+    cluster.wait_for(namespace, "demo", "Ready", "True")
+    assert keys(cluster, namespace) == first, "a pass is no reason for new keys"
+
+    _annotate(cluster, namespace, "2020-01-01T00:00:00Z")
+    until(lambda: keys(cluster, namespace) != first, "the keys to be rotated")
+    second = keys(cluster, namespace)
+    assert (second["previous"], second["current"]) == (first["current"], first["next"])
+    operator_passes = operator.passes()
+    until(lambda: operator.passes() > operator_passes + 3, "more passes")
+    assert keys(cluster, namespace) == second
+    assert running.items() <= pods(cluster, namespace).items()
+    assert _templates(cluster, namespace) == templates
+    until(lambda: told(cluster, namespace).get("ControlKeysRotated") == "Normal", "an event")
+
+    everything = operator.log.read_text() + cluster.kubectl(
+        "get", "events,di,sts", "-n", namespace, "-o", "yaml"
+    )
+    for key in (*first.values(), *second.values()):
+        for text in (base64.b64encode(key).decode(), key.hex(), repr(key)[2:-1]):
+            assert text not in everything
+
+
+def test_a_damaged_secret_is_repaired_and_a_deleted_one_made_again(
+    cluster: Cluster, operator: OperatorProcess, namespace: str
+) -> None:
+    first = ready(cluster, namespace)
+    patch = json.dumps({"data": {"current": base64.b64encode(b"short").decode()}})
+    cluster.kubectl("patch", "secret", "demo-control", "-n", namespace, "--type=merge", "-p", patch)
+    until(lambda: len(keys(cluster, namespace)["current"]) == 32, "the key to be repaired")
+    second = keys(cluster, namespace)
+    assert (second["previous"], second["current"]) == (first["previous"], first["next"])
+    until(lambda: told(cluster, namespace).get("ControlKeysRepaired") == "Warning", "a warning")
+    uid = cluster.get("secret", namespace, "demo-control")["metadata"]["uid"]
+    cluster.kubectl("delete", "secret", "demo-control", "-n", namespace)
+    until(lambda: _uid(cluster, namespace) not in (None, uid), "the Secret to be made again")
+    assert not set(keys(cluster, namespace).values()) & {*first.values(), *second.values()}
+
+
+def test_it_goes_with_its_object(cluster: Cluster, operator: OperatorProcess, namespace: str) -> None:
+    ready(cluster, namespace)
+    cluster.kubectl("delete", "di", "demo", "-n", namespace)
+    until(lambda: _uid(cluster, namespace) is None, "the Secret to be collected")
+
+
+@pytest.mark.parametrize("verb", ["list", "watch", "patch", "delete"])
+def test_the_operator_cannot_look_for_secrets(cluster: Cluster, operator: OperatorProcess, verb: str) -> None:
+    asked = ("auth", "can-i", verb, "secrets", "-A", "--as=system:serviceaccount:default:keys-test")
+    assert cluster.server.kubectl(*asked).stdout.strip() == "no"
+
+
+def _annotate(cluster: Cluster, namespace: str, moment: str) -> None:
+    cluster.kubectl(
+        "annotate", "secret", "demo-control", "-n", namespace, "--overwrite", f"{ANNOTATION}={moment}"
+    )
+
+
+def _uid(cluster: Cluster, namespace: str) -> str | None:
+    items = cluster.get("secret", namespace)["items"]
+    return next((str(i["metadata"]["uid"]) for i in items if i["metadata"]["name"] == "demo-control"), None)
+
+
+def _templates(cluster: Cluster, namespace: str) -> list[Any]:
+    return [item["spec"]["template"] for item in cluster.get("sts", namespace)["items"]]

@@ -1,0 +1,70 @@
+"""What the operator writes is what the router and the connector read: docs/wire-contract.md, section 5."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from operator_world import parsed_spec
+
+from disagg_connector.config import parse_config
+from disagg_connector.counters import DEFINITIONS
+from disagg_operator.build.engine import kv_transfer_config
+from disagg_operator.build.router import router_config
+from disagg_operator.mismatch import ALWAYS_THERE, COUNTERS
+from disagg_operator.naming import Component
+from disagg_router.config import load
+
+
+def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
+    spec = parsed_spec(
+        router={
+            "session": {"keys": ["X-Conversation", "X-Session-Id"]},
+            "deadlines": {"connectSeconds": 2, "firstByteSeconds": 33, "idleSeconds": 44},
+            "limits": {"bodyBytes": 2048, "headBytes": 4096},
+        }
+    )
+    file = tmp_path / "router.json"
+    file.write_text(json.dumps(router_config("demo", "team-a", spec)))
+    config = load(file)
+    assert (config.namespace, config.name, config.model.name) == ("team-a", "demo", "org/model")
+    assert config.session.keys == ("X-Conversation", "X-Session-Id")
+    assert (config.deadlines.connect_seconds, config.deadlines.first_byte_seconds) == (2, 33)
+    assert (config.deadlines.idle_seconds, config.limits.body_bytes, config.limits.head_bytes) == (
+        44,
+        2048,
+        4096,
+    )
+    assert (config.ports.http, config.ports.admin, config.ports.engine, config.ports.control) == (
+        8000,
+        8001,
+        8000,
+        5700,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"), [("OnFinish", "on_finish"), ("Streaming", "streaming"), ("Disabled", "off")]
+)
+@pytest.mark.parametrize("component", [Component.PREFILL, Component.DECODE])
+def test_the_connector_reads_its_configuration(component: Component, mode: str, said: str) -> None:
+    write_back: dict[str, Any] = {
+        "mode": mode,
+        "reserveBlocks": 7,
+        "minFreePercent": 21,
+        "maxWaitMilliseconds": 250,
+    }
+    spec = parsed_spec(kvTransfer={"leaseSeconds": 99, "writeBack": write_back})
+    config = parse_config(kv_transfer_config(spec, component)["kv_connector_extra_config"])
+    assert (config.role, config.control_port, config.kv_lease_duration) == (str(component), 5700, 99)
+    assert (config.writeback_mode, config.writeback_reserve_blocks) == (said, 7)
+    assert (config.writeback_min_free_percent, config.max_wait) == (21, 0.25)
+
+
+def test_the_connector_counts_what_the_operator_looks_for() -> None:
+    for name, label in COUNTERS.items():
+        assert DEFINITIONS[name.removesuffix("_total")].label == label
+    for name in ALWAYS_THERE:
+        assert "fingerprint" in DEFINITIONS[name.removesuffix("_total")].values, (
+            "vLLM shows these from the start"
+        )

@@ -1,0 +1,153 @@
+"""Pages of metrics from real sockets: of engines that answer, and of all that does not."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from aiohttp import web
+
+from disagg_operator import scrape
+from disagg_operator.mismatch import COUNTERS
+from disagg_operator.scrape import read_pages, samples
+
+PAGE = """\
+# HELP vllm:num_requests_running Requests.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0"} not a number, and of no concern
+# HELP disagg_kv_refused_messages_total Refused.
+# TYPE disagg_kv_refused_messages_total counter
+disagg_kv_refused_messages_total{engine="0",model_name="a b\\"}",reason="fingerprint"} 2.0
+disagg_kv_refused_messages_created{engine="0",reason="fingerprint"} 1.7e+09
+disagg_kv_writeback_offers_total{engine="0",result="fingerprint"} 3.0
+"""
+READ = [
+    (
+        "disagg_kv_refused_messages_total",
+        {"engine": "0", "model_name": 'a b"}', "reason": "fingerprint"},
+        2.0,
+    ),
+    ("disagg_kv_writeback_offers_total", {"engine": "0", "result": "fingerprint"}, 3.0),
+]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Serve = Callable[[str, Handler], Awaitable[None]]
+
+
+class Port:
+    """One port on several addresses of this machine, as pods have it."""
+
+    number = 0
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    runners: list[web.ServerRunner] = []
+    Port.number = 0
+
+    async def start(address: str, handler: Handler) -> None:
+        runner = web.ServerRunner(web.Server(handler), shutdown_timeout=0.1)
+        await runner.setup()
+        runners.append(runner)
+        await web.TCPSite(runner, address, Port.number).start()
+        Port.number = runner.addresses[0][1]
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+async def good(_: web.Request) -> web.StreamResponse:
+    return web.Response(text=PAGE)
+
+
+async def html(_: web.Request) -> web.StreamResponse:
+    return web.Response(
+        text="<html><body>disagg_kv_refused_messages_total</body></html>\n", content_type="text/html"
+    )
+
+
+async def ill(_: web.Request) -> web.StreamResponse:
+    return web.Response(text=PAGE, status=503)
+
+
+async def elsewhere(request: web.Request) -> web.StreamResponse:
+    raise web.HTTPFound(f"http://127.0.0.1:{Port.number}/metrics")
+
+
+async def cut_off(request: web.Request) -> web.StreamResponse:
+    """The connection ends before the page that was announced."""
+    answer = web.StreamResponse(headers={"Content-Length": str(2 * len(PAGE))})
+    await answer.prepare(request)
+    await answer.write(PAGE.encode())
+    assert request.transport is not None
+    request.transport.close()
+    return answer
+
+
+async def half(_: web.Request) -> web.StreamResponse:
+    return web.Response(text=PAGE[:-5])
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    while True:
+        await answer.write(b"x" * 2**20)
+
+
+async def binary(_: web.Request) -> web.StreamResponse:
+    return web.Response(body=b"\xff\xfe\n")
+
+
+async def slow(_: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(600)
+    return web.Response()
+
+
+@pytest.mark.parametrize("bad", [ill, elsewhere, cut_off, half, endless, binary, slow])
+async def test_a_page_that_cannot_be_read_is_none_and_the_others_are_read(
+    serve: Serve, bad: Handler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if bad is slow:
+        monkeypatch.setattr(scrape, "_PAGE_SECONDS", 0.5)
+    await serve("127.0.0.1", good)
+    await serve("127.0.0.2", bad)
+    found = await read_pages({"p": "127.0.0.1", "d": "127.0.0.2", "gone": "127.0.0.3"}, COUNTERS, Port.number)
+    assert list(found) == ["p", "d", "gone"]
+    assert found["d"] is None
+    assert found["gone"] is None
+    page = found["p"]
+    assert page is not None
+    assert [(s.name, s.labels, s.value) for s in page] == READ
+
+
+async def test_a_page_of_something_else_has_nothing_of_what_is_looked_for(serve: Serve) -> None:
+    await serve("127.0.0.1", html)
+    assert await read_pages({"p": "127.0.0.1"}, COUNTERS, Port.number) == {"p": ()}
+
+
+async def test_slow_pods_are_waited_for_all_at_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrape, "_PAGE_SECONDS", 1.0)
+    await serve("127.0.0.1", slow)
+    began = time.monotonic()
+    found = await read_pages({f"p{number}": "127.0.0.1" for number in range(40)}, COUNTERS, Port.number)
+    assert set(found.values()) == {None}
+    assert time.monotonic() - began < 20, "one after the other they take 40 s"
+
+
+async def test_an_address_of_ipv6(serve: Serve) -> None:
+    try:
+        await serve("::1", good)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    found = await read_pages({"p": "::1"}, COUNTERS, Port.number)
+    assert found["p"]
+
+
+async def test_nobody_to_ask() -> None:
+    assert await read_pages({}, COUNTERS) == {}
+
+
+def test_a_line_that_is_looked_for_must_be_readable() -> None:
+    with pytest.raises(ValueError, match="convert string to float"):
+        samples('disagg_kv_refused_messages_total{reason="fingerprint"} not a number\n', COUNTERS)
