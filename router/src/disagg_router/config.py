@@ -1,0 +1,104 @@
+"""The router's configuration: `router.json`, version 1 (docs/wire-contract.md section 5)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from disagg_router.http1.message import HttpLimits
+
+DEFAULT_PATH = Path("/etc/disagg/router.json")
+
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+_ListenPort = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0)]
+_Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. The message names the file, the field and what is wrong."""
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    pass
+
+
+class Model(_Part, frozen=True):
+    name: _Name
+
+
+class Ports(_Part, frozen=True):
+    """`http` and `admin` are the router's own (0 lets the system choose), the others those of every engine."""
+
+    http: _ListenPort = 8000
+    admin: _ListenPort = 8001
+    engine: _Port = 8000
+    control: _Port = 5700
+
+
+class SessionConfig(_Part, frozen=True):
+    """`keys`: request headers that name a conversation, the first that is there counts."""
+
+    keys: tuple[Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")], ...] = (
+        "X-Session-Id",
+    )
+
+
+class Deadlines(_Part, frozen=True):
+    """All in seconds.
+
+    `first_byte` bounds the wait for an engine's first piece of a streamed answer, and the whole prefill leg; `idle` the
+    silence between two pieces; `answer` an answer that is not streamed, which is silent until it is complete.
+    """
+
+    connect_seconds: _Seconds = 5
+    first_byte_seconds: _Seconds = 60
+    idle_seconds: _Seconds = 120
+    answer_seconds: _Seconds = 600
+
+
+class Limits(_Part, frozen=True):
+    body_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 32 * 1024 * 1024
+    head_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 65536
+
+
+class Config(_Part, frozen=True):
+    version: Literal[1]
+    namespace: _Name
+    name: _Name
+    model: Model
+    mode: Literal["BidirectionalPush"] = "BidirectionalPush"
+    ports: Ports = Ports()
+    session: SessionConfig = SessionConfig()
+    deadlines: Deadlines = Deadlines()
+    limits: Limits = Limits()
+
+    def http_limits(self) -> HttpLimits:
+        return HttpLimits(
+            head_bytes=self.limits.head_bytes,
+            body_bytes=self.limits.body_bytes,
+            stall_seconds=float(self.deadlines.idle_seconds),
+        )
+
+
+def load(path: Path) -> Config:
+    """Read and check the configuration. Raises ConfigError."""
+    try:
+        text = path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}; give another path with --config") from exc
+    return parse(text, str(path))
+
+
+def parse(text: bytes, source: str) -> Config:
+    """Check a configuration that came from `source`. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(text, type=Config)
+    except msgspec.ValidationError as exc:
+        message, _, where = str(exc).partition(" - at ")
+        field = where.strip("`").removeprefix("$").removeprefix(".") or "the document"
+        raise ConfigError(f"{source}: {field}: {message}") from exc
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"{source}: not valid JSON: {exc}") from exc

@@ -1,0 +1,221 @@
+"""The two requests that one turn becomes. Pure.
+
+The decode leg is the client's body as it came; the prefill leg is the same prompt with everything that concerns the
+output taken off, because prefill makes exactly one token and nobody reads it. Both carry the router's own
+`kv_transfer_params` (docs/wire-contract.md section 1); those of the client never reach an engine, since malformed ones
+can stop it and well-formed ones can read another's blocks.
+
+Values are kept as the JSON text that the client wrote, so numbers and strings reach the engine unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from disagg_router.backends import Backend
+
+Endpoint = Literal["chat", "completions"]
+
+WIRE_VERSION = 1
+
+PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+
+_TRANSFER_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+
+# Output options. They are illegal beside one token that is not streamed (min_tokens, stream_options, ...), cost
+# prefill work for nobody (logprobs, grammars), or multiply its requests (n, best_of). Everything else stays: the
+# fields that shape the prompt must, or the KV would be that of another prompt, and that holds for fields that this
+# list does not know yet. A field that prefill refuses all the same shows as a counted fallback, never as wrong text.
+_NOT_ON_PREFILL = frozenset(
+    {
+        # how much and how it is sent
+        "max_completion_tokens",
+        "min_tokens",
+        "stream_options",
+        "stream_interval",
+        "n",
+        "best_of",
+        "use_beam_search",
+        "length_penalty",
+        "ignore_eos",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "thinking_token_budget",
+        "repetition_detection",
+        # what is reported beside the text
+        "echo",
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "return_tokens_as_token_ids",
+        "return_token_ids",
+        "return_token_offsets",
+        "return_prompt_text",
+        "routed_experts_prompt_start",
+        # how a token is chosen and written
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "watermarking",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "structured_outputs",
+    }
+)
+
+
+class BadBodyError(Exception):
+    """The client's body is not a JSON object. The message is for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A client's body: its top-level fields as JSON text, without transfer parameters."""
+
+    fields: dict[str, msgspec.Raw]
+
+    @property
+    def streamed(self) -> bool:
+        return bytes(self.fields.get("stream", b"")) == b"true"
+
+    @property
+    def model(self) -> str | None:
+        """The `model` field, None if it is absent or no text: the engine judges that."""
+        return self.text("model")
+
+    def text(self, name: str) -> str | None:
+        """A field's value if it is a text, else None."""
+        try:
+            return _text.decode(self.fields[name])
+        except (KeyError, msgspec.DecodeError):
+            return None
+
+
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_text = msgspec.json.Decoder(str)
+
+
+def parse(body: bytes) -> Body:
+    """Read a client's body. Raises BadBodyError."""
+    try:
+        fields = _object.decode(body)
+    except msgspec.ValidationError:
+        raise BadBodyError("The body of the request must be a JSON object.") from None
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise BadBodyError(f"The body of the request is not valid JSON: {exc}") from None
+    for name in _TRANSFER_FIELDS & fields.keys():
+        del fields[name]
+    if "vllm_xargs" in fields:
+        fields["vllm_xargs"] = _without_transfer_fields(fields["vllm_xargs"])
+    return Body(fields)
+
+
+def _without_transfer_fields(raw: msgspec.Raw) -> msgspec.Raw:
+    """vLLM merges `vllm_xargs` into the same dictionary as the transfer parameters: a second way in."""
+    try:
+        xargs = _object.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return raw  # no object: the engine refuses it
+    for name in _TRANSFER_FIELDS & xargs.keys():
+        del xargs[name]
+    return msgspec.Raw(msgspec.json.encode(xargs))
+
+
+def why_local(body: Body) -> str | None:
+    """Why decode has to compute this prompt itself, or None if prefill can.
+
+    - `parallel_sampling`: vLLM splits n > 1 and beam search into child requests under ids of their own, which cannot be
+      joined with the prefill leg.
+    - `prompt_logprobs`: they come from computing the prompt, so it has to happen where the answer is made. `echo` asks
+      for them too: always in a chat, with `logprobs` in a text completion.
+    - `truncation`: how much is cut may depend on the number of output tokens, which differs between the legs.
+    - `prompt_embeds`: no token ids, so nothing to compare a prefix by.
+    """
+    if any(_set(body, name, but=b"1") for name in ("n", "best_of")) or _set(body, "use_beam_search"):
+        return "parallel_sampling"
+    echoed = _set(body, "echo") and ("messages" in body.fields or _set(body, "logprobs"))
+    if echoed or _set(body, "prompt_logprobs"):
+        return "prompt_logprobs"
+    if _set(body, "truncate_prompt_tokens"):
+        return "truncation"
+    if _set(body, "prompt_embeds"):
+        return "prompt_embeds"
+    return None
+
+
+def _set(body: Body, field: str, but: bytes = b"") -> bool:
+    """Whether a field is there with a value other than null, false or `but`."""
+    return bytes(body.fields.get(field, b"null")) not in (b"null", b"false", but)
+
+
+def decode_leg(body: Body, prefill: Backend | None) -> bytes:
+    """The body for decode; without `prefill` it is an ordinary local request."""
+    if prefill is None:
+        return msgspec.json.encode(body.fields)
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "disagg": {"version": WIRE_VERSION, "prefill": _engine(prefill)},
+    }
+    return msgspec.json.encode({**body.fields, "kv_transfer_params": params})
+
+
+def prefill_leg(body: Body, holder: Backend | None) -> bytes:
+    """The body for prefill. `holder` is the decode engine that has the conversation's KV, if there is one."""
+    disagg: dict[str, Any] = {"version": WIRE_VERSION}
+    if holder is not None:
+        disagg["decode"] = _engine(holder)
+    kept: dict[str, Any] = {name: raw for name, raw in body.fields.items() if name not in _NOT_ON_PREFILL}
+    kept |= {
+        "max_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "disagg": disagg},
+    }
+    return msgspec.json.encode(kept)
+
+
+def dismissal(turn: str) -> bytes:
+    """A request that makes prefill forget the prompt of the turn whose legs had this request id.
+
+    The engine answers it like any completion, of one token after a prompt of one.
+    """
+    disagg = {"version": WIRE_VERSION, "dismiss": turn}
+    params = {"do_remote_decode": False, "do_remote_prefill": False, "disagg": disagg}
+    return msgspec.json.encode({"prompt": [0], "max_tokens": 1, "kv_transfer_params": params})
+
+
+def _engine(backend: Backend) -> dict[str, Any]:
+    return {"host": backend.address.host, "control_port": backend.control_port}
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+
+
+class _PrefillAnswer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_prefill_answer = msgspec.json.Decoder(_PrefillAnswer)
+
+
+def prompt_tokens(answer: bytes) -> int | None:
+    """The prompt's length in tokens, from prefill's answer; None if it does not say."""
+    try:
+        usage = _prefill_answer.decode(answer).usage
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return None if usage is None else usage.prompt_tokens

@@ -1,0 +1,127 @@
+"""The router's metrics. Nothing here is called for every chunk of a stream."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterator
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from disagg_router.backends import Fleet
+from disagg_router.load import LoadTable
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say when a process saw a label first
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """One registry a router, so that tests and embedders can have several."""
+
+    def __init__(self, fleet: Fleet, loads: LoadTable) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "disagg_router_requests",
+            "Requests answered, by endpoint and HTTP status; 499 if the client left before the answer began.",
+            ["endpoint", "code"],
+            registry=registry,
+        )
+        self.first_byte = Histogram(
+            "disagg_router_time_to_first_byte_seconds",
+            "From the whole request to the first piece of decode's answer; for a stream, the time to first token.",
+            ["endpoint", "streamed"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "disagg_router_request_duration_seconds",
+            "From the whole request to the end of the answer.",
+            ["endpoint"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.picks = Counter(
+            "disagg_router_picks",
+            "Engines picked for an attempt at a turn, by role and reason.",
+            ["role", "reason"],
+            registry=registry,
+        )
+        self.turns = Counter(
+            "disagg_router_turns",
+            "Turns that decode answered, by where the prompt was computed when the answer began.",
+            ["prefill"],
+            registry=registry,
+        )
+        self.recomputed = Counter(
+            "disagg_router_recomputed_turns",
+            "Turns that decode answered with a prompt it had to compute itself, by reason.",
+            ["reason"],
+            registry=registry,
+        )
+        self.retries = Counter(
+            "disagg_router_retries",
+            "Attempts at a turn after the first, by what ended the one before.",
+            ["reason"],
+            registry=registry,
+        )
+        self.prefill_failures = Counter(
+            "disagg_router_prefill_failures",
+            "Prefill legs that failed, by reason, whether or not the turn had to wait for them.",
+            ["reason"],
+            registry=registry,
+        )
+        self.broken = Counter(
+            "disagg_router_broken_answers",
+            "Answers broken off after their first byte, because the engine failed or fell silent.",
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "disagg_router_prompt_tokens",
+            "Prompt tokens of turns, as prefill counted them.",
+            registry=registry,
+        )
+        self.discovery_errors = Counter(
+            "disagg_router_discovery_errors",
+            "Times that watching the engines failed, by error.",
+            ["error"],
+            registry=registry,
+        )
+        self.connections = Gauge(
+            "disagg_router_client_connections", "Open client connections.", registry=registry
+        )
+        registry.register(_Engines(fleet, loads))
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _Engines(Collector):
+    """Gauges of engines, computed when asked for, so that no series of a pod outlives the pod."""
+
+    def __init__(self, fleet: Fleet, loads: LoadTable) -> None:
+        self._fleet = fleet
+        self._loads = loads
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        engines = GaugeMetricFamily(
+            "disagg_router_engines", "Engines known, by state.", labels=["role", "revision", "state"]
+        )
+        inflight = GaugeMetricFamily(
+            "disagg_router_inflight_legs", "Legs of turns in flight on an engine.", labels=["role", "pod"]
+        )
+        tally = Tally((b.role, b.revision, b.state) for b in self._fleet.backends)
+        for labels, count in sorted(tally.items()):
+            engines.add_metric(list(labels), count)
+        for backend in self._fleet.backends:
+            inflight.add_metric([backend.role, backend.name], self._loads.inflight.get(backend.name, 0))
+        yield engines
+        yield inflight

@@ -1,0 +1,122 @@
+"""A running router: everything wired, started, drained and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+
+from disagg_router.admin import Admin
+from disagg_router.app import App
+from disagg_router.attempt import Engines
+from disagg_router.backends import Fleet
+from disagg_router.config import Config
+from disagg_router.discovery import Source
+from disagg_router.dismissal import Dismissals
+from disagg_router.http1 import Connections, EnginePool, ServerConnection
+from disagg_router.load import LoadTable
+from disagg_router.logs import event
+from disagg_router.metrics import Metrics
+from disagg_router.session import Memory
+from disagg_router.turn import Turns
+
+_log = logging.getLogger(__name__)
+
+
+class Router:
+    """Use `start`, then `drain`, then `stop`. Ports are known after `start`."""
+
+    def __init__(self, config: Config, host: str = "0.0.0.0") -> None:
+        self.config = config
+        self.fleet = Fleet()
+        self.loads = LoadTable(time.monotonic)
+        self.metrics = Metrics(self.fleet, self.loads)
+        self.admin = Admin(self.fleet, self.metrics)
+        self.port = 0
+        self._host = host
+        self._connections = Connections()
+        self._pool: EnginePool | None = None
+        self._dismissals: Dismissals | None = None
+        self._server: asyncio.Server | None = None
+        self._discovery: asyncio.Task[None] | None = None
+        self.metrics.connections.set_function(lambda: len(self._connections))
+
+    async def start(self, source: Source) -> None:
+        """Listen, and follow the engines of `source`. Raises OSError if a port is taken."""
+        self._pool = EnginePool(float(self.config.deadlines.connect_seconds))
+        self._dismissals = Dismissals(self._pool, _new_id)
+        engines = Engines(
+            self._pool,
+            self.loads,
+            self.config.deadlines,
+            count_prompt_tokens=self.metrics.prompt_tokens.inc,
+            count_prefill_failure=lambda failure: self.metrics.prefill_failures.labels(failure.value).inc(),
+            dismiss=self._dismissals.send,
+        )
+        turns = Turns(
+            self.config,
+            self.fleet,
+            engines,
+            Memory(time.monotonic),
+            self.metrics,
+            time.monotonic,
+            _new_id,
+        )
+        app = App(self.config, self.fleet, turns, self.metrics)
+        limits = self.config.http_limits()
+        await self.admin.start(self._host, self.config.ports.admin)
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: ServerConnection(app.handle, app.admit, app.core_error, limits, self._connections),
+            self._host,
+            self.config.ports.http,
+            backlog=2048,
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._discovery = asyncio.create_task(source.run(self.fleet.publish))
+        self._discovery.add_done_callback(_complain)
+        event(
+            _log,
+            logging.INFO,
+            "serving",
+            model=self.config.model.name,
+            port=self.port,
+            admin_port=self.admin.port,
+        )
+
+    async def drain(self, delay_seconds: float, grace_seconds: float) -> int:
+        """Say "not ready", wait for that to spread, stop listening, and let what is under way finish.
+
+        Returns how many connections had to be cut when `grace_seconds` were over.
+        """
+        self.admin.draining = True
+        self._connections.retiring = True
+        await asyncio.sleep(delay_seconds)
+        if self._server is not None:
+            self._server.close()
+        _log.info("not listening any more; %d connections are open", len(self._connections))
+        await self._connections.drain(grace_seconds)
+        return self._connections.kill()
+
+    async def stop(self) -> None:
+        """Give everything back; connections still open are cut."""
+        if self._server is not None:
+            self._server.close()
+        self._connections.kill()
+        if self._discovery is not None:
+            self._discovery.cancel()
+            await asyncio.gather(self._discovery, return_exceptions=True)
+        if self._dismissals is not None:
+            await self._dismissals.close()
+        if self._pool is not None:
+            self._pool.close()
+        await self.admin.stop()
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _complain(discovery: asyncio.Task[None]) -> None:
+    if not discovery.cancelled() and discovery.exception() is not None:
+        _log.critical("discovery ended; engines are as last seen", exc_info=discovery.exception())

@@ -1,0 +1,319 @@
+"""A turn from the client's request to the end of its answer: pick engines, attempt, recover, relay, record."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from disagg_router import legs
+from disagg_router.attempt import Attempt, Engines, LegPlan, Outcome
+from disagg_router.backends import Fleet
+from disagg_router.config import Config
+from disagg_router.errors import error_response, model_not_found, not_ready
+from disagg_router.http1 import EngineAnswer, Exchange, Response, UpstreamError
+from disagg_router.http1.message import relayed_head
+from disagg_router.logs import event
+from disagg_router.metrics import Metrics
+from disagg_router.pick import Choice, choose
+from disagg_router.recovery import Action, Failure, RetryBudget, next_action
+from disagg_router.recovery import Attempt as AttemptFacts
+from disagg_router.session import Memory, Placement, Session, identify
+
+_log = logging.getLogger("disagg_router.turn")
+
+_CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_PASSED_ON = (b"traceparent", b"tracestate")
+_CLIENT_GONE = 499
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What becomes of one request; the log line and the metrics are made from it."""
+
+    endpoint: legs.Endpoint
+    body: legs.Body
+    session: Session
+    last: Placement | None
+    started: float
+    client_id: str | None
+    passed_on: dict[str, str]
+    # Why decode computes the prompt itself; None while prefill is to do it.
+    local_reason: str | None
+    attempts: int = 0
+    decode_failures: int = 0
+    avoid: set[str] = field(default_factory=set)
+    choice: Choice | None = None
+    request_id: str = ""
+    code: int = _CLIENT_GONE
+    first_byte: float | None = None
+    answer: EngineAnswer | None = None
+    broken: str | None = None
+    client_left: bool = False
+
+
+class Turns:
+    """Serves the completions endpoints. `new_id` makes the id that joins the legs: 32 hex digits, never the same."""
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        engines: Engines,
+        memory: Memory,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        new_id: Callable[[], str],
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._engines = engines
+        self._memory = memory
+        self._metrics = metrics
+        self._clock = clock
+        self._new_id = new_id
+        self._budget = RetryBudget()
+
+    async def serve(self, endpoint: legs.Endpoint, exchange: Exchange) -> None:
+        """Answer one request. Cancelled when the client goes, which closes both legs."""
+        try:
+            body = legs.parse(exchange.request.body)
+        except legs.BadBodyError as exc:
+            self._refuse(endpoint, exchange, error_response(400, str(exc)))
+            return
+        model = body.model
+        if model is not None and model != self._config.model.name:
+            self._refuse(endpoint, exchange, model_not_found(model))
+            return
+        turn = self._open(endpoint, exchange, body)
+        try:
+            await self._run(turn, exchange)
+        except asyncio.CancelledError:
+            turn.client_left = True
+            raise
+        except Exception:
+            turn.code = 500
+            raise
+        finally:
+            self._record(turn)
+
+    def _refuse(self, endpoint: legs.Endpoint, exchange: Exchange, response: Response) -> None:
+        self._metrics.requests.labels(endpoint, str(response.status)).inc()
+        exchange.respond(response)
+
+    def _open(self, endpoint: legs.Endpoint, exchange: Exchange, body: legs.Body) -> _Turn:
+        headers = exchange.request.head.headers
+        session = identify(headers, self._config.session.keys, body)
+        client_id = headers.get(b"x-request-id")
+        passed_on = {name.decode(): headers.get(name) for name in _PASSED_ON}
+        return _Turn(
+            endpoint=endpoint,
+            body=body,
+            session=session,
+            last=self._memory.recall(session.key),
+            started=self._clock(),
+            client_id=client_id.decode() if client_id and _CLIENT_ID.fullmatch(client_id) else None,
+            passed_on={name: value.decode("latin-1") for name, value in passed_on.items() if value},
+            local_reason=legs.why_local(body),
+        )
+
+    # -- attempts --------------------------------------------------------------------------------------------
+
+    async def _run(self, turn: _Turn, exchange: Exchange) -> None:
+        self._budget.earn()
+        turn.choice = self._pick(turn)
+        while turn.choice is not None:
+            turn.attempts += 1
+            turn.request_id = self._new_id()
+            plan = self._plan(turn, turn.choice, exchange)
+            with Attempt(self._engines, plan) as attempt:
+                outcome = await attempt.begin()
+                if outcome.failure is None:
+                    assert outcome.answer is not None
+                    await self._relay(turn, exchange, plan, outcome.answer)
+                    return
+                action = self._after(turn, outcome.failure)
+                self._note_failure(turn, plan, outcome, action)
+                if action is Action.GIVE_UP:
+                    await self._give_up(turn, exchange, plan, outcome)
+                    return
+            self._prepare(turn, action, outcome.failure)
+        why = self._fleet.why_not_ready() or "no decode engine is left to try"
+        self._respond(turn, exchange, not_ready(f"No engine can take this request: {why}."))
+
+    def _pick(self, turn: _Turn) -> Choice | None:
+        load = self._engines.loads.snapshot()
+        choice = choose(self._fleet.backends, turn.session, turn.last, load, turn.avoid)
+        if choice is not None:
+            self._metrics.picks.labels("decode", choice.decode_reason).inc()
+            self._metrics.picks.labels("prefill", choice.prefill_reason).inc()
+        return choice
+
+    def _plan(self, turn: _Turn, choice: Choice, exchange: Exchange) -> LegPlan:
+        if choice.prefill is None and turn.local_reason is None:
+            turn.local_reason = "no_prefill"
+        local = turn.local_reason is not None
+        return LegPlan(
+            endpoint=turn.endpoint,
+            body=turn.body,
+            decode=choice.decode,
+            prefill=None if local else choice.prefill,
+            holder=choice.holder,
+            request_id=turn.request_id,
+            passed_on=turn.passed_on,
+            decoded=exchange.request.head.http10,
+        )
+
+    def _after(self, turn: _Turn, failure: Failure) -> Action:
+        assert turn.choice is not None
+        if not failure.of_prefill:
+            turn.decode_failures += 1
+        others = choose(
+            self._fleet.backends,
+            turn.session,
+            turn.last,
+            self._engines.loads.snapshot(),
+            turn.avoid | {turn.choice.decode.name},
+        )
+        facts = AttemptFacts(
+            with_prefill=turn.local_reason is None,
+            decode_failures=turn.decode_failures,
+            other_decode=others is not None,
+            budget_left=self._budget.left,
+        )
+        return next_action(failure, facts)
+
+    def _prepare(self, turn: _Turn, action: Action, failure: Failure) -> None:
+        """Set the turn up for the attempt that follows a failed one."""
+        assert turn.choice is not None
+        self._metrics.retries.labels(failure.value).inc()
+        if not failure.of_prefill:
+            self._budget.spend()
+        if action is not Action.PAIR_OTHER:
+            turn.local_reason = failure.value
+        if action is not Action.LOCAL_SAME:
+            turn.avoid.add(turn.choice.decode.name)
+            turn.choice = self._pick(turn)
+
+    def _note_failure(self, turn: _Turn, plan: LegPlan, outcome: Outcome, action: Action) -> None:
+        assert outcome.failure is not None
+        event(
+            _log,
+            logging.WARNING,
+            "attempt failed",
+            request_id=turn.request_id,
+            reason=outcome.failure.value,
+            error=outcome.message,
+            next=action.value,
+            decode=plan.decode.name,
+            prefill=plan.prefill.name if plan.prefill else None,
+        )
+
+    # -- answers ---------------------------------------------------------------------------------------------
+
+    async def _relay(self, turn: _Turn, exchange: Exchange, plan: LegPlan, answer: EngineAnswer) -> None:
+        turn.code = answer.status
+        turn.answer = answer
+        turn.first_byte = self._clock() - turn.started
+        if answer.status < 400:
+            self._remember(turn, plan)
+        exchange.keep_alive = exchange.may_keep_alive()
+        head = relayed_head(
+            answer.status,
+            answer.headers,
+            {"x-request-id": turn.client_id or turn.request_id},
+            keep_alive=exchange.keep_alive,
+            decoded=plan.decoded,
+        )
+        answer.relay(exchange, head)
+        turn.broken = await self._to_its_end(answer)
+        if turn.broken is None:
+            self._engines.pool.release(answer)
+        else:
+            exchange.abort()
+
+    def _remember(self, turn: _Turn, plan: LegPlan) -> None:
+        """Note where the conversation's KV is now. A turn that decode computed leaves prefill's older KV where it was."""
+        prefill = plan.prefill.name if plan.prefill else None
+        if prefill is None and turn.last is not None and turn.last.revision == plan.decode.revision:
+            prefill = turn.last.prefill
+        self._memory.remember(turn.session.key, Placement(plan.decode.revision, plan.decode.name, prefill))
+
+    async def _to_its_end(self, answer: EngineAnswer) -> str | None:
+        """Wait for the end of the answer; None if it is whole, else why it is not."""
+        idle = self._config.deadlines.idle_seconds
+        while True:
+            reads = answer.reads
+            done, _ = await asyncio.wait([answer.ended], timeout=idle)
+            if done:
+                error = answer.ended.exception()
+                if isinstance(error, UpstreamError):
+                    return str(error)
+                return None
+            if answer.reads == reads and not answer.paused:
+                return f"decode was silent for {idle:g} s"
+
+    async def _give_up(self, turn: _Turn, exchange: Exchange, plan: LegPlan, outcome: Outcome) -> None:
+        if outcome.answer is not None:
+            await self._relay(turn, exchange, plan, outcome.answer)
+            return
+        if outcome.failure is Failure.DECODE_UNREACHABLE:
+            response = not_ready(f"No decode engine could be reached: {outcome.message}.")
+        elif outcome.failure is Failure.DECODE_DEADLINE:
+            response = error_response(504, f"The engine did not answer in time: {outcome.message}.")
+        else:
+            response = error_response(502, f"The engine failed before it answered: {outcome.message}.")
+        self._respond(turn, exchange, response)
+
+    def _respond(self, turn: _Turn, exchange: Exchange, response: Response) -> None:
+        turn.code = response.status
+        ids = {"x-request-id": turn.client_id or turn.request_id or self._new_id()}
+        exchange.respond(replace(response, headers={**response.headers, **ids}))
+
+    # -- records ---------------------------------------------------------------------------------------------
+
+    def _record(self, turn: _Turn) -> None:
+        metrics, seconds = self._metrics, self._clock() - turn.started
+        metrics.requests.labels(turn.endpoint, str(turn.code)).inc()
+        metrics.duration.labels(turn.endpoint).observe(seconds)
+        if turn.first_byte is not None and turn.code < 400:
+            streamed = "true" if turn.body.streamed else "false"
+            metrics.first_byte.labels(turn.endpoint, streamed).observe(turn.first_byte)
+            metrics.turns.labels("remote" if turn.local_reason is None else "local").inc()
+            if turn.local_reason is not None:
+                metrics.recomputed.labels(turn.local_reason).inc()
+        if turn.broken is not None:
+            metrics.broken.inc()
+        choice = turn.choice
+        event(
+            _log,
+            logging.WARNING if turn.broken or turn.code >= 500 else logging.INFO,
+            "turn",
+            request_id=turn.request_id or None,
+            client_request_id=turn.client_id,
+            endpoint=turn.endpoint,
+            status=turn.code,
+            streamed=turn.body.streamed,
+            session=turn.session.key.hex(),
+            session_by=turn.session.origin,
+            revision=choice.decode.revision if choice else None,
+            decode=choice.decode.name if choice else None,
+            decode_by=choice.decode_reason if choice else None,
+            prefill=_prefill_name(turn),
+            prefill_by=choice.prefill_reason if choice and turn.local_reason is None else None,
+            recomputed=turn.local_reason,
+            attempts=turn.attempts,
+            first_byte_seconds=None if turn.first_byte is None else round(turn.first_byte, 4),
+            seconds=round(seconds, 4),
+            body_bytes=turn.answer.body_bytes if turn.answer else None,
+            broken=turn.broken,
+            client_left=turn.client_left or None,
+        )
+
+
+def _prefill_name(turn: _Turn) -> str | None:
+    if turn.choice is None or turn.choice.prefill is None or turn.local_reason is not None:
+        return None
+    return turn.choice.prefill.name

@@ -1,0 +1,227 @@
+"""Where turns go: tables of fleets and loads against choices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg_router.backends import Backend, Role
+from disagg_router.http1 import Address
+from disagg_router.pick import Choice, Load, choose, rank
+from disagg_router.session import Placement, Session
+
+
+def engine(role: Role, n: int, revision: str = "r1", zone: str = "", **state: bool) -> Backend:
+    name = f"{role[0]}{n}-{revision}"
+    return Backend(name, role, revision, Address(f"10.0.{role == 'decode':d}.{n}", 8000), 5700, zone, **state)
+
+
+def pool(prefills: int, decodes: int, revision: str = "r1") -> list[Backend]:
+    return [engine("prefill", n, revision) for n in range(prefills)] + [
+        engine("decode", n, revision) for n in range(decodes)
+    ]
+
+
+def session(n: int = 0, earlier: bool = False) -> Session:
+    return Session(b"%016d" % n, "root", earlier)
+
+
+IDLE = Load({})
+ONE = session()
+
+
+def pick(
+    backends: list[Backend],
+    s: Session = ONE,
+    last: Placement | None = None,
+    load: Load = IDLE,
+    **kw: object,
+) -> Choice:
+    choice = choose(backends, s, last, load, **kw)  # type: ignore[arg-type]
+    assert choice is not None
+    return choice
+
+
+def test_no_ready_decode_engine_is_no_choice() -> None:
+    assert choose([], session(), None, IDLE) is None
+    assert choose(pool(2, 0), session(), None, IDLE) is None
+    assert choose([engine("decode", 0, ready=False)], session(), None, IDLE) is None
+    assert choose([engine("decode", 0, terminating=True)], session(), None, IDLE) is None
+
+
+def test_a_new_conversation_goes_home_wherever_the_request_arrives() -> None:
+    fleet = pool(4, 4)
+    for n in range(20):
+        one, other = pick(fleet, session(n)), pick(list(reversed(fleet)), session(n))
+        assert (one.decode, one.prefill) == (other.decode, other.prefill)
+        assert (one.decode_reason, one.prefill_reason) == ("home", "home")
+        assert one.holder is None
+
+
+def test_homes_are_spread_evenly() -> None:
+    homes = Counter(pick(pool(4, 4), session(n)).decode.name for n in range(2000))
+    assert len(homes) == 4
+    assert max(homes.values()) < 1.25 * 2000 / 4
+
+
+def test_another_engine_takes_over_only_what_becomes_its_own() -> None:
+    before = [pick(pool(1, 4), session(n)).decode.name for n in range(500)]
+    after = [pick(pool(1, 5), session(n)).decode.name for n in range(500)]
+    moved = [b for a, b in zip(before, after, strict=True) if a != b]
+    assert set(moved) == {"d4-r1"}
+    assert len(moved) < 200
+
+
+def test_a_known_conversation_stays_where_its_last_turn_was() -> None:
+    fleet = pool(3, 3)
+    for n in range(10):
+        choice = pick(fleet, session(n), Placement("r1", "d1-r1", "p2-r1"))
+        assert choice.prefill is not None
+        assert (choice.decode.name, choice.prefill.name) == ("d1-r1", "p2-r1")
+        assert (choice.decode_reason, choice.prefill_reason) == ("session", "session")
+        assert choice.holder is choice.decode
+
+
+def test_a_lost_pod_moves_the_conversation_and_nobody_else_holds_its_kv() -> None:
+    fleet = pool(2, 3)
+    gone = [b for b in fleet if b.name != "d1-r1"]
+    choice = pick(gone, session(), Placement("r1", "d1-r1", "p0-r1"))
+    assert choice.decode_reason == "moved"
+    assert choice.prefill_reason == "session"
+    assert choice.holder is None
+
+
+def test_a_terminating_pod_takes_no_turn_but_is_asked_for_its_kv() -> None:
+    fleet = [replace(b, terminating=b.name == "d1-r1") for b in pool(1, 3)]
+    choice = pick(fleet, session(), Placement("r1", "d1-r1", "p0-r1"))
+    assert choice.decode.name != "d1-r1"
+    assert choice.holder is not None
+    assert choice.holder.name == "d1-r1"
+
+
+def test_an_unremembered_conversation_with_a_history_looks_for_its_kv_at_home() -> None:
+    fleet = pool(2, 4)
+    choice = pick(fleet, session(7, earlier=True))
+    assert choice.decode is pick(fleet, session(7)).decode
+    assert choice.holder is choice.decode
+
+
+def test_an_unremembered_conversation_that_spills_still_looks_for_its_kv_at_home() -> None:
+    fleet = pool(1, 2)
+    home = pick(fleet, session(7)).decode
+    choice = pick(fleet, session(7, earlier=True), load=Load({home.name: 40}))
+    assert choice.decode_reason == "spill"
+    assert choice.holder is home
+
+
+def test_a_suspect_pod_does_not_drive_a_conversation_off_its_revision() -> None:
+    fleet = pool(1, 1, "r1") + pool(1, 1, "r2")
+    choice = pick(fleet, session(), Placement("r1", "d0-r1", "p0-r1"), Load({}, {"d0-r1"}))
+    assert choice.decode.name == "d0-r1"
+
+
+def test_a_busy_home_spills_a_new_conversation_to_the_next_in_its_order() -> None:
+    fleet = pool(1, 3)
+    order = sorted(
+        (b.name for b in fleet if b.role == "decode"), key=lambda n: rank(session().key, n), reverse=True
+    )
+    assert pick(fleet, load=Load({order[0]: 3, order[1]: 3})).decode.name == order[2]
+    assert pick(fleet, load=Load({order[0]: 2})).decode.name == order[1]
+    assert pick(fleet, load=Load({order[0]: 2})).decode_reason == "spill"
+
+
+def test_a_known_conversation_bears_more_load_before_it_moves() -> None:
+    fleet = pool(1, 2)
+    last = Placement("r1", "d0-r1", "p0-r1")
+    assert pick(fleet, session(), last, Load({"d0-r1": 7})).decode.name == "d0-r1"
+    spilled = pick(fleet, session(), last, Load({"d0-r1": 20, "d1-r1": 1}))
+    assert (spilled.decode.name, spilled.decode_reason) == ("d1-r1", "spill")
+    assert spilled.holder is not None
+    assert spilled.holder.name == "d0-r1"
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 99), st.booleans())
+def test_some_engine_is_always_taken_and_a_new_turn_never_the_fullest_of_uneven_ones(
+    loads: list[int], n: int, known: bool
+) -> None:
+    fleet = pool(1, len(loads))
+    load = Load({f"d{i}-r1": count for i, count in enumerate(loads)})
+    choice = pick(fleet, session(n), Placement("r1", "d0-r1", None) if known else None, load)
+    taken = load.inflight[choice.decode.name]
+    if not known and taken == max(loads):
+        mean = sum(loads) / len(loads)
+        assert taken <= 1.25 * mean + 2.5
+
+
+def test_prefill_comes_from_decodes_zone_if_it_has_one() -> None:
+    fleet = [engine("prefill", n, zone="ab"[n % 2]) for n in range(4)] + [engine("decode", 0, zone="b")]
+    for n in range(10):
+        choice = pick(fleet, session(n))
+        assert choice.prefill is not None
+        assert choice.prefill.zone == "b"
+    assert pick([*fleet[:1], fleet[-1]]).prefill is fleet[0]
+
+
+def test_revisions_are_never_mixed() -> None:
+    fleet = pool(2, 2, "r1") + pool(2, 2, "r2")
+    for n in range(50):
+        choice = pick(fleet, session(n))
+        assert choice.prefill is not None
+        assert choice.prefill.revision == choice.decode.revision
+
+
+def test_a_revision_with_one_role_ready_gets_no_new_conversation() -> None:
+    fleet = pool(1, 1, "r1") + pool(0, 5, "r2")
+    assert {pick(fleet, session(n)).decode.revision for n in range(50)} == {"r1"}
+
+
+def test_new_conversations_are_shared_by_the_size_of_the_revisions() -> None:
+    fleet = pool(1, 3, "r1") + pool(1, 1, "r2")
+    share = Counter(pick(fleet, session(n)).decode.revision for n in range(1000))
+    assert 150 < share["r2"] < 350
+
+
+def test_a_conversation_keeps_its_revision_while_that_can_decode() -> None:
+    last = Placement("r1", "d0-r1", "p0-r1")
+    lost_pod = [b for b in pool(1, 2, "r1") if b.name != "d0-r1"] + pool(3, 3, "r2")
+    assert pick(lost_pod, session(), last).decode.name == "d1-r1"
+    lost_prefill = pool(0, 1, "r1") + pool(3, 3, "r2")
+    choice = pick(lost_prefill, session(), last)
+    assert (choice.decode.name, choice.prefill, choice.prefill_reason) == ("d0-r1", None, "none")
+    lost_revision = pick(pool(1, 1, "r2"), session(), last)
+    assert lost_revision.decode.revision == "r2"
+
+
+def test_kv_of_another_revision_is_not_asked_for() -> None:
+    fleet = [replace(b, ready=False) for b in pool(1, 1, "r1")] + pool(1, 1, "r2")
+    assert pick(fleet, session(), Placement("r1", "d0-r1", "p0-r1")).holder is None
+
+
+def test_without_any_prefill_decode_is_still_chosen() -> None:
+    choice = pick(pool(0, 2))
+    assert (choice.prefill, choice.prefill_reason) == (None, "none")
+
+
+def test_suspects_are_avoided_while_there_are_others() -> None:
+    fleet = pool(2, 2)
+    home = pick(fleet)
+    assert home.prefill is not None
+    load = Load({}, {home.decode.name, home.prefill.name})
+    other = pick(fleet, load=load)
+    assert other.decode is not home.decode
+    assert other.prefill is not home.prefill
+    everyone = pick(fleet, load=Load({}, {b.name for b in fleet}))
+    assert everyone.decode is home.decode
+    assert everyone.prefill is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_pods_that_failed_this_turn_are_not_taken_again(known: bool) -> None:
+    fleet = pool(1, 2)
+    last = Placement("r1", "d0-r1", "p0-r1") if known else None
+    assert pick(fleet, session(), last, avoid={"d0-r1"}).decode.name == "d1-r1"
+    assert choose(fleet, session(), last, IDLE, {"d0-r1", "d1-r1"}) is None
