@@ -1,0 +1,76 @@
+"""Real engines are paused, get new weights and sleep between turns; no answer changes, no old KV is exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connector.tests.engine.conversation import Conversation, complete, counter, post, spec, turn, wait_until
+from e2e.engines import Engine, running_all
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
+    """Engines that let themselves be paused over HTTP."""
+    specs = {
+        role: replace(
+            spec(role, model, kv_lease_duration=20, load_timeout_seconds=20, max_wait_milliseconds=15_000),
+            env={"VLLM_SERVER_DEV_MODE": "1"},
+        )
+        for role in ("prefill", "decode")
+    }
+    with running_all(specs, folder=tmp_path_factory.mktemp("lifecycle")) as ready:
+        yield ready
+
+
+def tell(engine: Engine, path: str, **message: Any) -> dict[str, Any]:
+    return post(engine, message, "lifecycle", path=path)
+
+
+def reload_weights(engine: Engine) -> None:
+    """The same weights once more, as a trainer would bring new ones."""
+    tell(engine, "/pause?mode=abort&clear_cache=true")
+    tell(engine, "/collective_rpc", method="reload_weights")
+    tell(engine, "/resume")
+
+
+def test_turns_stay_right_through_pauses_new_weights_and_sleep(
+    pair: dict[str, Engine], plain: Engine
+) -> None:
+    prefill, decode = pair["prefill"], pair["decode"]
+    mine, reference = Conversation(7), Conversation(7)
+
+    def one_turn() -> None:
+        got = mine.ask(lambda prompt, n: turn(prefill, decode, prompt, n))
+        assert got == reference.ask(lambda prompt, n: complete(plain, prompt, n))
+
+    def pushed() -> float:
+        return counter(decode, "disagg_kv_push_tokens_total", direction="decode_to_prefill")
+
+    def refused() -> float:
+        return counter(decode, "disagg_kv_recomputed_requests_total", reason="fingerprint")
+
+    one_turn()
+    wait_until(lambda: pushed() > 0, "the first turn is written back", 60)
+
+    reload_weights(prefill)
+    before, written = refused(), pushed()
+    one_turn()
+    wait_until(lambda: refused() > before, "decode's weights are another generation than prefill's", 60)
+    assert pushed() == written
+
+    reload_weights(decode)
+    one_turn()
+    wait_until(lambda: pushed() > written, "engines of one generation exchange KV again", 60)
+
+    written = pushed()
+    tell(decode, "/sleep?level=1")
+    tell(decode, "/wake_up")
+    one_turn()
+    wait_until(lambda: pushed() > written, "an engine that is awake again exchanges KV", 60)
