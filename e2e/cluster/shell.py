@@ -1,0 +1,84 @@
+"""Running programs and waiting for conditions: the package's only two ways to touch the machine and the clock."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from e2e.cluster.errors import CommandError, WaitTimeoutError
+
+Result = TypeVar("Result")
+Word = str | Path
+"""One word of a command line."""
+
+
+def run(
+    argv: Sequence[Word],
+    doing: str,
+    *,
+    stdin: str | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 120.0,
+) -> str:
+    """Run a program to its end and return what it wrote to standard output.
+
+    `doing` says what it is for and starts the error's text; `env` is added to ours.
+
+    Raises:
+        CommandError: it is missing, failed, or did not end within `timeout` seconds.
+    """
+    command = [str(word) for word in argv]
+    try:
+        ended = subprocess.run(
+            command,
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **env} if env else None,
+            cwd=cwd,
+            timeout=timeout,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise CommandError(doing, command, 127, str(error)) from error
+    except subprocess.TimeoutExpired as error:
+        raise CommandError(doing, command, 124, f"it was still running after {timeout:.0f} s") from error
+    if ended.returncode != 0:
+        raise CommandError(doing, command, ended.returncode, ended.stdout + ended.stderr)
+    return ended.stdout
+
+
+def in_netns(name: str, argv: Sequence[Word]) -> list[str]:
+    """`argv` as a command that runs in a named network namespace.
+
+    Not `ip netns exec`: that remounts /sys, and the control group mounts below it vanish.
+    """
+    return ["nsenter", f"--net=/run/netns/{name}", "--", *(str(word) for word in argv)]
+
+
+def wait_until(
+    check: Callable[[], Result | None],
+    what: str,
+    *,
+    limit: float,
+    every: float = 0.1,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Result:
+    """Call `check` until it returns something true and return that.
+
+    Raises:
+        WaitTimeoutError: it did not within `limit` seconds; the message names `what`.
+    """
+    deadline = clock() + limit
+    while True:
+        result = check()
+        if result:
+            return result
+        if clock() >= deadline:
+            raise WaitTimeoutError(f"Waited {limit:.0f} s for {what}, in vain.")
+        sleep(every)

@@ -1,0 +1,327 @@
+"""The router in front of real engines on CPU: its answers are those of one plain engine, and KV really moves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from e2e.engines import Engine, EngineSpec, Ports, running_all
+from e2e.images.engine import ensure_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+MODEL = "test"
+CONNECTOR = Path(__file__).parents[2] / "connector" / "src"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+READY_SECONDS = 30.0
+WORDS = [
+    "river",
+    "stone",
+    "lamp",
+    "cloud",
+    "paper",
+    "engine",
+    "window",
+    "garden",
+    "silver",
+    "north",
+    "winter",
+    "bread",
+    "letter",
+]
+
+
+def transfer(role: str) -> Callable[[Ports], Mapping[str, Any]]:
+    def config(ports: Ports) -> Mapping[str, Any]:
+        return {
+            "kv_connector": "BidirectionalPushConnector",
+            "kv_connector_module_path": "disagg_connector.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"role": role, "control_port": ports.control},
+        }
+
+    return config
+
+
+@dataclass(frozen=True)
+class Running:
+    """Two engines behind a router, and a plain one that says what is right."""
+
+    router: str
+    admin: str
+    prefill: Engine
+    decode: Engine
+    plain: Engine
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    model = ensure_model("tiny-qwen3")
+    folder = tmp_path_factory.mktemp("router-engines")
+    specs = {
+        role: EngineSpec(model, transfer(role), python_path=(CONNECTOR,)) for role in ("prefill", "decode")
+    }
+    specs["plain"] = EngineSpec(model, kv_blocks=1024)
+    with running_all(specs, folder=folder) as engines:
+        config = {
+            "version": 1,
+            "namespace": "default",
+            "name": "demo",
+            "model": {"name": MODEL},
+            "ports": {"http": 0, "admin": 0},
+        }
+        (folder / "router.json").write_text(json.dumps(config))
+        listed = ",".join(
+            f"{role}={engines[role].url}/#{engines[role].ports.control}" for role in ("prefill", "decode")
+        )
+        command = [sys.executable, "-m", "disagg_router", "--host", "127.0.0.1", "--drain-delay", "0"]
+        command += ["--config", str(folder / "router.json"), "--engines", listed]
+        with (folder / "router.log").open("w+") as log, subprocess.Popen(command, stderr=log) as process:
+            try:
+                serving = first_line(folder / "router.log")
+                base = "http://127.0.0.1"
+                yield Running(f"{base}:{serving['port']}", f"{base}:{serving['admin_port']}", **engines)
+            finally:
+                process.terminate()
+                assert process.wait(30) == 0
+
+
+def first_line(log: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + READY_SECONDS
+    while "\n" not in log.read_text():
+        assert time.monotonic() < deadline, f"the router has not started within {READY_SECONDS} s"
+        time.sleep(0.05)
+    line: dict[str, Any] = json.loads(log.read_text().splitlines()[0])
+    return line
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=180)) as session:
+        yield session
+
+
+@dataclass
+class Asker:
+    """Asks the router and the plain engine the same things."""
+
+    running: Running
+    client: aiohttp.ClientSession
+
+    async def post(self, url: str, path: str, body: Mapping[str, Any]) -> tuple[int, str, bytes]:
+        async with self.client.post(url + path, json=body) as response:
+            return response.status, response.content_type, await response.read()
+
+    async def both(self, path: str, body: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The two answers, as what a client makes of them."""
+        answers = []
+        for url in (self.running.router, self.running.plain.url):
+            status, _, content = await self.post(url, path, body)
+            assert status == 200, content
+            answers.append(read_stream(content) if body.get("stream") else read_whole(content))
+        return answers[0], answers[1]
+
+    async def moved(self) -> float:
+        """Prompt tokens that decode received from prefill so far."""
+        return await self.metric(
+            self.running.decode.url, "vllm:prompt_tokens_by_source_total", "external_kv_transfer"
+        )
+
+    async def metric(self, url: str, name: str, label: str = "") -> float:
+        async with self.client.get(url + "/metrics") as response:
+            text = await response.text()
+        lines = [
+            line for line in text.splitlines() if re.match(rf"{re.escape(name)}[ {{]", line) and label in line
+        ]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+@pytest.fixture
+def asker(running: Running, client: aiohttp.ClientSession) -> Asker:
+    return Asker(running, client)
+
+
+def read_whole(content: bytes) -> dict[str, Any]:
+    answer = json.loads(content)
+    choice = answer["choices"][0]
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    return {
+        "text": text,
+        "finish": choice["finish_reason"],
+        "logprobs": choice.get("logprobs"),
+        "tokens": answer["usage"]["completion_tokens"],
+    }
+
+
+def read_stream(content: bytes) -> dict[str, Any]:
+    events = [line.removeprefix("data: ") for line in content.decode().split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    text = "".join((c["delta"].get("content") or "") if "delta" in c else c["text"] for c in choices)
+    return {"text": text, "finish": choices[-1]["finish_reason"], "usage": chunks[-1].get("usage")}
+
+
+def prompt(number: int, words: int = 120) -> str:
+    """A text that no other test sends."""
+    return (
+        " ".join(WORDS[(number * 31 + i * i + i * number) % len(WORDS)] for i in range(words)) + f" {number}"
+    )
+
+
+def request(path: str, number: int, /, **fields: Any) -> dict[str, Any]:
+    said = (
+        {"messages": [{"role": "user", "content": prompt(number)}]}
+        if path == CHAT
+        else {"prompt": prompt(number)}
+    )
+    return {"model": MODEL, "temperature": 0, "max_tokens": 40, "ignore_eos": True, **said, **fields}
+
+
+async def until(holds: Callable[[], Awaitable[bool]], what: str, seconds: float = 20.0) -> None:
+    for _ in range(int(seconds / 0.1)):
+        if await holds():
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail(f"not within {seconds} s: {what}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_four_turns_are_those_of_a_plain_engine(asker: Asker, stream: bool) -> None:
+    messages = [{"role": "system", "content": prompt(1 + stream, 60)}]
+    inserted = "disagg_kv_writeback_inserted_tokens_total"
+    for turn in range(4):
+        messages.append({"role": "user", "content": prompt(100 + 10 * stream + turn, 20)})
+        before, written = await asker.moved(), await asker.metric(asker.running.prefill.url, inserted)
+        body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 70, "ignore_eos": True}
+        routed, plain = await asker.both(CHAT, {**body, "stream": stream})
+        assert routed == plain
+        assert await asker.moved() > before
+
+        async def written_back(written: float = written) -> bool:
+            return await asker.metric(asker.running.prefill.url, inserted) > written
+
+        await until(written_back, f"turn {turn + 1} is written back to prefill")
+        messages.append({"role": "assistant", "content": routed["text"]})
+    recomputed = "disagg_router_recomputed_turns_total"
+    assert await asker.metric(asker.running.admin, recomputed) == 0
+
+
+OPTIONS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "usage in the stream": (None, {"stream": True, "stream_options": {"include_usage": True}}),
+    "lower bound": (None, {"min_tokens": 32, "max_tokens": 64, "ignore_eos": True}),
+    "completion limit": (CHAT, {"max_tokens": None, "max_completion_tokens": 64}),
+    "chat logprobs": (CHAT, {"logprobs": True, "top_logprobs": 3}),
+    "text logprobs": (TEXT, {"logprobs": 3}),
+    "grammar": (CHAT, {"response_format": {"type": "json_object"}}),
+    "sampling": (None, {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 7, "n": 1}),
+    "penalties": (None, {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}),
+    "stops": (None, {"stop": ["zzzz"], "stop_token_ids": [3], "include_stop_str_in_output": True}),
+    "token choice": (None, {"logit_bias": {"9": 2.0}, "bad_words": ["lamp"]}),
+    "extras": (None, {"skip_special_tokens": False, "user": "u", "metadata": {"a": "b"}, "priority": 0}),
+    "client's own params": (None, {"kv_transfer_params": {"do_remote_prefill": True}}),
+}
+
+
+CASES = [(case, path) for case, (only, _) in OPTIONS.items() for path in (CHAT, TEXT) if only in (None, path)]
+
+
+@pytest.mark.parametrize(("case", "path"), CASES)
+async def test_every_option_is_honoured_and_kv_still_moves(asker: Asker, case: str, path: str) -> None:
+    _, fields = OPTIONS[case]
+    body = {k: v for k, v in request(path, hash_of(case + path), **fields).items() if v is not None}
+    before = await asker.moved()
+    made = await asker.metric(asker.running.prefill.url, "vllm:generation_tokens_total")
+    plain_body = {k: v for k, v in body.items() if k != "kv_transfer_params"}
+    status, _, content = await asker.post(asker.running.router, path, body)
+    assert status == 200, content
+    read = read_stream if body.get("stream") else read_whole
+    routed = read(content)
+    status, _, content = await asker.post(asker.running.plain.url, path, plain_body)
+    assert status == 200, content
+    assert routed == read(content)
+    assert await asker.moved() > before
+    # One token at most; none if decode was done before prefill's front end had answered, which ends prefill's leg.
+    assert await asker.metric(asker.running.prefill.url, "vllm:generation_tokens_total") - made in (0, 1)
+    if "min_tokens" in fields:
+        assert 32 <= routed["tokens"] <= 64
+    if "stream_options" in fields:
+        assert routed["usage"]["completion_tokens"] == 40
+
+
+def hash_of(text: str) -> int:
+    return sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 10_000 + 1000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 40_000},
+        {"messages": "a string"},
+        {"messages": [{"role": "wizard", "content": "hi"}]},
+        {"temperature": -1},
+        {"messages": []},
+        {"tools": []},
+    ],
+    ids=lambda fields: next(iter(fields)) + "=" + str(next(iter(fields.values())))[:12],
+)
+async def test_what_decode_refuses_is_refused_in_its_words(
+    asker: Asker, fields: dict[str, Any], stream: bool
+) -> None:
+    body = request(CHAT, 77, stream=stream, **fields)
+    routed = await asker.post(asker.running.router, CHAT, body)
+    plain = await asker.post(asker.running.plain.url, CHAT, body)
+    assert (routed[0], routed[1]) == (plain[0], plain[1])
+    if routed[0] == 200:  # this engine takes it
+        read = read_stream if stream else read_whole
+        assert read(routed[2]) == read(plain[2])
+    else:
+        assert routed[1] == "application/json"
+        assert json.loads(routed[2])["error"] == json.loads(plain[2])["error"]
+
+
+async def test_half_an_emoji_is_no_accident(asker: Asker) -> None:
+    for text in (b"half \\ud83d here", b"\\ud83d"):
+        body = b'{"model": "test", "max_tokens": 4, "messages": [{"role": "user", "content": "%s"}]}' % text
+        headers = {"content-type": "application/json"}
+        async with asker.client.post(asker.running.router + CHAT, data=body, headers=headers) as response:
+            assert response.status in (200, 400)
+            assert response.content_type == "application/json"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_that_hang_up_leave_nothing_running(asker: Asker, stream: bool) -> None:
+    running = asker.running
+
+    async def hang_up(seed: int) -> None:
+        body = request(CHAT, seed, stream=stream, max_tokens=1500)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2):
+                await asker.post(running.router, CHAT, body)
+
+    await asyncio.gather(*(hang_up(500 + 20 * stream + n) for n in range(6)))
+
+    async def idle() -> bool:
+        counts = [
+            await asker.metric(engine.url, f"vllm:num_requests_{state}")
+            for engine in (running.prefill, running.decode)
+            for state in ("running", "waiting")
+        ]
+        return sum(counts) + await asker.metric(running.admin, "disagg_router_inflight_legs") == 0
+
+    await until(idle, "nothing runs or waits on either engine, and the router counts nothing")
+    routed, plain = await asker.both(CHAT, request(CHAT, 600 + stream))
+    assert routed == plain

@@ -1,0 +1,38 @@
+"""`make demo` on the scenarios' cluster."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from e2e.demo.__main__ import REPORT
+from e2e.demo.report import LEAST_ANSWER_TOKENS
+from e2e.demo.stack import NAME, REPOSITORY, Stack
+from e2e.inference import Inference
+
+pytestmark = pytest.mark.cluster
+
+
+def test_the_demo_shows_kv_moving_both_ways(operator: Stack) -> None:
+    REPORT.unlink(missing_ok=True)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "e2e.demo", "--keep"],
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+    finally:
+        Inference(operator.cluster, NAME).delete()
+
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    assert "curl " in said
+    first, *later = json.loads(REPORT.read_text())["turns"]
+    assert len(later) >= 3
+    assert all(turn["answer_tokens"] >= LEAST_ANSWER_TOKENS for turn in (first, *later))
+    assert all(turn["d_written_back"] > 0 and turn["p_hit"] > 0 for turn in later)
