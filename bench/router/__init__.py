@@ -1,0 +1,1 @@
+"""What the router costs on the way of a stream."""
