@@ -60,7 +60,7 @@ def post(
     engine: Engine,
     body: Mapping[str, Any],
     request_id: str,
-    timeout: float = 120,
+    timeout: float = 300,
     path: str = "/v1/completions",
 ) -> dict[str, Any]:
     """One request. Raises on any status but 200."""
@@ -175,7 +175,7 @@ def turn(
 def hang_up(prefill: Engine, decode: Engine, prompt: list[int], tokens: int, after: int) -> None:
     """A turn whose client leaves after so many of the tokens that it is sent."""
     request_id = uuid.uuid4().hex
-    connection = http.client.HTTPConnection(HOST, decode.ports.http, timeout=120)
+    connection = http.client.HTTPConnection(HOST, decode.ports.http, timeout=300)
     asked = {**body(prompt, tokens, decode_params(prefill)), "stream": True}
     with ThreadPoolExecutor(1) as leg:
         first = leg.submit(post, prefill, body(prompt, 1, prefill_params(decode)), request_id)
@@ -219,8 +219,13 @@ _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(\{(?P<labels>[^}]*)\})? (?P<v
 
 def counter(engine: Engine, name: str, **labels: str) -> float:
     """The sum of a metric's samples that have these labels."""
+    return count(engine.metrics_text(), name, **labels)
+
+
+def count(page: str, name: str, **labels: str) -> float:
+    """The same on a page that has been read, for what must be of one moment."""
     total = 0.0
-    for line in engine.metrics_text().splitlines():
+    for line in page.splitlines():
         match = _SAMPLE.match(line)
         if match is None or match["name"] != name:
             continue
@@ -230,14 +235,30 @@ def counter(engine: Engine, name: str, **labels: str) -> float:
     return total
 
 
-def wait_until(holds: Callable[[], bool], what: str, limit: float = 10.0) -> float:
-    """Seconds until `holds`; fails after `limit`, saying what was waited for."""
-    started = time.monotonic()
+def becomes(holds: Callable[[], bool], limit: float = 60.0) -> bool:
+    """Whether `holds` within so many seconds."""
+    end = time.monotonic() + limit
     while not holds():
-        if time.monotonic() - started > limit:
-            raise AssertionError(f"Not within {limit} s: {what}")
-        time.sleep(0.02)
-    return time.monotonic() - started
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def wait_until(holds: Callable[[], bool], what: str, limit: float = 60.0) -> None:
+    """Return when `holds`; fail after `limit`, saying what was waited for."""
+    if not becomes(holds, limit):
+        raise AssertionError(f"Not within {limit} s: {what}")
+
+
+def within(turns: int, what: str, does: Callable[[], bool]) -> None:
+    """Try turns until one `does`.
+
+    On a crowded machine a write-back comes late, or is given up: the turns are right all the same and only cost more. So
+    what a turn answers is asked of every turn, what it costs of one.
+    """
+    if not any(does() for _ in range(turns)):
+        raise AssertionError(f"Not in any of {turns} turns: {what}")
 
 
 def used_blocks(engine: Engine) -> float:
@@ -245,23 +266,31 @@ def used_blocks(engine: Engine) -> float:
     return counter(engine, "vllm:kv_cache_usage_perc")
 
 
-def wait_until_free(engine: Engine, limit: float = 60) -> None:
+def wait_until_free(engine: Engine, limit: float = 120) -> None:
     """No KV block is in use or held."""
-    wait_until(lambda: used_blocks(engine) == 0, f"{engine.name} holds no blocks", limit)
+    wait_until(
+        lambda: used_blocks(engine) == 0 and counter(engine, "disagg_kv_blocks_quarantined") == 0,
+        f"{engine.name} holds no blocks",
+        limit,
+    )
 
 
 OFFERS = "disagg_kv_writeback_offers_total"
+INSERTED = "disagg_kv_writeback_inserted_tokens_total"
+ONDEMAND = "disagg_kv_ondemand_requests_total"
+PUSHED = "disagg_kv_push_tokens_total"
+RECOMPUTED = "disagg_kv_recomputed_requests_total"
+COMPUTED = "vllm:request_prefill_kv_computed_tokens_sum"
+# Turns in which something must happen once, see `within`.
+MOST_TURNS = 6
 
 
-def wait_until_written_back(prefill: Engine, decode: Engine, offers: float) -> None:
-    """A turn's end has been offered, one more than `offers`, and what was granted is at prefill and let go of.
+def is_written_back(decode: Engine, one_turn: Callable[[], object], limit: float = 60) -> bool:
+    """Have a turn, and wait for its end to enter prefill's cache: whether it does. Nothing of it is under way then.
 
-    Between a turn's end and prefill's grant nothing is pinned: that no block is in use does not mean that it is over.
+    Of all write-backs only those of a turn's end are counted by how long they took, when prefill has published them.
     """
-
-    def is_over() -> bool:
-        offered = counter(decode, OFFERS) > offers
-        pinned = counter(decode, "disagg_kv_writeback_pinned_blocks")
-        return offered and pinned == 0 and counter(prefill, "disagg_kv_landing_blocks") == 0
-
-    wait_until(is_over, "the turn is written back", 60)
+    written = "disagg_kv_writeback_seconds_count"
+    before = counter(decode, written)
+    one_turn()
+    return becomes(lambda: counter(decode, written) > before, limit)

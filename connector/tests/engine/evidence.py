@@ -43,7 +43,7 @@ class Evidence:
         assert not found.unexplained, found.unexplained[:10]
         return found
 
-    def nothing_is_held(self, engine: Engine, limit: float = 60) -> None:
+    def nothing_is_held(self, engine: Engine, limit: float = 120) -> None:
         """No KV block of an engine is in use, held or in quarantine; else they have leaked."""
 
         def is_free() -> bool:

@@ -13,16 +13,23 @@ import pytest
 
 from connector.tests.engine.conversation import (
     BLOCK,
-    OFFERS,
+    COMPUTED,
+    INSERTED,
+    MOST_TURNS,
+    ONDEMAND,
+    PUSHED,
     SOURCES,
     Conversation,
+    becomes,
     complete,
+    count,
     counter,
+    is_written_back,
     spec,
     turn,
     wait_until,
-    wait_until_written_back,
     watched,
+    within,
 )
 from connector.tests.engine.evidence import Evidence
 from e2e.engines import HOST, Engine, EngineSpec, Ports, running, running_all
@@ -31,14 +38,11 @@ from e2e.images.engine import ensure_model
 pytestmark = pytest.mark.engine
 
 # Workers on few cores need seconds for what takes milliseconds elsewhere, so that first attempts at meeting a
-# peer may run into their limits. Answers must be right all the time; KV must have moved both ways at the end.
-MOST_TURNS = 8
+# peer may run into their limits.
 PATIENCE: dict[str, dict[str, Any]] = {
     "prefill": {"kv_lease_duration": 60, "max_wait_milliseconds": 15_000},
     "decode": {"kv_lease_duration": 60},
 }
-COMPUTED = "vllm:request_prefill_kv_computed_tokens_sum"
-INSERTED = "disagg_kv_writeback_inserted_tokens_total"
 
 
 def test_two_ranks_a_side(model: Path, tmp_path: Path, evidence: Evidence) -> None:
@@ -71,14 +75,15 @@ def test_a_single_ranks_wrong_blocks_would_be_noticed(model: Path, tmp_path: Pat
     specs = {"prefill": sized("prefill", model, 1), "decode": corrupting(sized("decode", model, 2))}
     with running_all(specs, tmp_path) as engines:
         prefill, decode = engines["prefill"], engines["decode"]
-        mine = Conversation(5, answer_tokens=120)
-        mine.ask(lambda prompt, n: turn(prefill, decode, prompt, n))
-        assert mine.history == reference.history
-        wait_until(
-            lambda: counter(prefill, INSERTED) >= 3 * BLOCK, "half wrong blocks are in prefill's cache", 60
-        )
+        prompt, answer = reference.history[:-120], reference.history[-120:]
+
+        def brings_blocks() -> bool:
+            assert turn(prefill, decode, prompt, 120) == answer
+            return becomes(lambda: counter(prefill, INSERTED) >= 3 * BLOCK)
+
+        within(MOST_TURNS, "half wrong blocks are in prefill's cache", brings_blocks)
         # Decode's own cache would hide them: ask prefill alone.
-        assert complete(prefill, [*mine.history, probe], 20) != want
+        assert complete(prefill, [*prompt, *answer, probe], 20) != want
 
 
 def converse(
@@ -90,7 +95,7 @@ def converse(
     copies: tuple[int, int],
     plain_ranks: int = 1,
 ) -> None:
-    """Turns until KV has moved both ways, then one that hits what was written back, then one on demand.
+    """Turns until KV has moved both ways, then until one hits what was written back, then until one is served on demand.
 
     `ranks` and `copies` are prefill's and decode's: how many it has, and how often each of its heads goes to the other.
     """
@@ -105,26 +110,32 @@ def converse(
         prefill, decode = engines["prefill"], engines["decode"]
         mine = Conversation(3, answer_tokens=40)
 
-        def ask() -> None:
-            offers = counter(decode, OFFERS)
+        def one_turn() -> None:
             assert mine.ask(lambda prompt, n: turn(prefill, decode, prompt, n)) == next(want)
             evidence.turns += 1
-            # A reset of prefill's cache would else call it off.
-            wait_until_written_back(prefill, decode, offers)
 
-        for _ in range(MOST_TURNS - 2):
-            before = moved(prefill)
-            ask()
-            if all(new > old for new, old in zip(moved(prefill), before, strict=True)):
-                break
-        else:
-            raise AssertionError(f"KV never moved both ways within one of {MOST_TURNS - 2} turns")
-        computed = counter(prefill, COMPUTED)
-        ask()
-        assert counter(prefill, COMPUTED) - computed <= mine.user_tokens + BLOCK + 1
-        reset_prefix_cache(prefill)
-        ask()
-        assert counter(prefill, "disagg_kv_ondemand_requests_total", result="served") == 1
+        def computes_little() -> bool:
+            """And its write-back is over, which a reset of prefill's cache would else call off."""
+            before = counter(prefill, COMPUTED)
+            is_written_back(decode, one_turn)
+            return counter(prefill, COMPUTED) - before <= mine.user_tokens + BLOCK + 1
+
+        def moves_both_ways() -> bool:
+            before = pushed(prefill)
+            return is_written_back(decode, one_turn) and becomes(lambda: pushed(prefill) > before, 10)
+
+        def hits_what_was_written_back() -> bool:
+            before = counter(prefill, ONDEMAND)
+            return computes_little() and counter(prefill, ONDEMAND) == before
+
+        def is_served_on_demand() -> bool:
+            reset_prefix_cache(prefill)
+            before = counter(prefill, ONDEMAND, result="served")
+            return computes_little() and counter(prefill, ONDEMAND, result="served") > before
+
+        within(MOST_TURNS, "KV moves both ways", moves_both_ways)
+        within(MOST_TURNS, "prefill hits what was written back", hits_what_was_written_back)
+        within(MOST_TURNS, "prefill is brought on demand what it has lost", is_served_on_demand)
         for engine, direction, times in zip((prefill, decode), DIRECTIONS, copies, strict=True):
             assert bytes_a_block(engine, direction) == times * BLOCK * kv_bytes_a_token(model)
             evidence.nothing_is_held(engine)
@@ -163,19 +174,19 @@ def answers_of_a_plain_engine(model: Path, ranks: int, folder: Path) -> list[lis
     arguments = ("--tensor-parallel-size", str(ranks))
     with running(EngineSpec(model=model, extra_args=arguments), "plain", folder) as plain:
         reference = Conversation(3, answer_tokens=40)
-        return [reference.ask(lambda prompt, n: complete(plain, prompt, n)) for _ in range(MOST_TURNS)]
+        return [reference.ask(lambda prompt, n: complete(plain, prompt, n)) for _ in range(3 * MOST_TURNS)]
 
 
-def moved(prefill: Engine) -> tuple[float, float]:
-    """Tokens that prefill has pushed to decode, and that decode has written back."""
-    pushed = counter(prefill, "disagg_kv_push_tokens_total", direction="prefill_to_decode")
-    return pushed, counter(prefill, INSERTED)
+def pushed(prefill: Engine) -> float:
+    """Tokens that prefill has pushed to decode."""
+    return counter(prefill, PUSHED, direction="prefill_to_decode")
 
 
 def bytes_a_block(engine: Engine, direction: str) -> float:
     """What an engine's ranks have written for each block of a transfer, all together."""
-    written = counter(engine, "disagg_kv_push_bytes_total", direction=direction)
-    return written / counter(engine, "disagg_kv_push_blocks_total", direction=direction)
+    page = engine.metrics_text()
+    written = count(page, "disagg_kv_push_bytes_total", direction=direction)
+    return written / count(page, "disagg_kv_push_blocks_total", direction=direction)
 
 
 def kv_bytes_a_token(model: Path) -> int:
@@ -186,7 +197,7 @@ def kv_bytes_a_token(model: Path) -> int:
 
 def reset_prefix_cache(engine: Engine) -> None:
     def reset() -> bool:
-        connection = http.client.HTTPConnection(HOST, engine.ports.http, timeout=30)
+        connection = http.client.HTTPConnection(HOST, engine.ports.http, timeout=120)
         try:
             connection.request("POST", "/reset_prefix_cache")
             return bool(json.load(connection.getresponse())["success"])
@@ -194,4 +205,4 @@ def reset_prefix_cache(engine: Engine) -> None:
             connection.close()
 
     # It fails while a block is held.
-    wait_until(reset, f"{engine.name} has reset its prefix cache", 60)
+    wait_until(reset, f"{engine.name} has reset its prefix cache", 120)
