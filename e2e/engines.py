@@ -40,7 +40,10 @@ BLOCK_SIZE = 32
 _PORT_RANGE = range(21000, 30000)
 """Below the kernel's ephemeral range, from which UCX and gloo draw their listeners."""
 
-_KILL_SECONDS = 10.0
+READY_SECONDS = 900.0
+"""A boot is seconds of CPU, and several engines boot at once. One that ends is noticed at once."""
+
+_KILL_SECONDS = 60.0
 
 # Reads until its input ends, which is when nobody holds the other end of the pipe any more: the harness is dead,
 # however it died. Then it does what `Engine.stop` does. $1 is the server, which leads the process group.
@@ -176,7 +179,7 @@ class Engine:
         """The API server's process, which leads the process group."""
         return self.process.pid
 
-    def wait_ready(self, limit_seconds: float = 300) -> None:
+    def wait_ready(self, limit_seconds: float = READY_SECONDS) -> None:
         """Return when `/health` answers 200.
 
         Raises:
@@ -204,7 +207,7 @@ class Engine:
 
     def metrics_text(self) -> str:
         """The body of `/metrics`."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             return str(answer.read().decode())
 
     def log_tail(self, lines: int = 30) -> str:
@@ -247,7 +250,7 @@ class Engine:
 
 @contextmanager
 def running(
-    spec: EngineSpec, name: str, folder: Path | None = None, limit_seconds: float = 300
+    spec: EngineSpec, name: str, folder: Path | None = None, limit_seconds: float = READY_SECONDS
 ) -> Iterator[Engine]:
     """A ready engine, stopped when the context is left."""
     with running_all({name: spec}, folder, limit_seconds) as engines:
@@ -256,7 +259,7 @@ def running(
 
 @contextmanager
 def running_all(
-    specs: Mapping[str, EngineSpec], folder: Path | None = None, limit_seconds: float = 300
+    specs: Mapping[str, EngineSpec], folder: Path | None = None, limit_seconds: float = READY_SECONDS
 ) -> Iterator[dict[str, Engine]]:
     """Ready engines by name, started side by side and stopped together."""
     with ExitStack() as stack:

@@ -39,8 +39,8 @@ def engines(
     What kills engines (test_connector_losses) comes after what talks with them (test_connector_conversations).
     """
     specs = {
-        "prefill": spec("prefill", model, kv_lease_duration=20),
-        "decode": spec("decode", model, kv_lease_duration=20, load_timeout_seconds=6),
+        "prefill": spec("prefill", model, kv_lease_duration=20, max_wait_milliseconds=15_000),
+        "decode": spec("decode", model, kv_lease_duration=20),
     }
     with running_all(specs, folder=tmp_path_factory.mktemp("engines")) as ready:
         yield {**ready, "reference": plain}

@@ -68,6 +68,8 @@ class Findings:
     bad_transfers: set[str] = field(default_factory=set)
     corrupted: set[str] = field(default_factory=set)
     """Transfers into which a test has put a fault."""
+    missed: set[str] = field(default_factory=set)
+    """Of these, transfers that have arrived and look right."""
     transfers: int = 0
     """Transfers that have arrived."""
     unseen: int = 0
@@ -117,6 +119,7 @@ def read(folder: Path) -> Findings:
     findings.checked = sum(whole["target"].values())
     findings.published = sum(whole["published"].values())
     arrived = {xid for xid, _ in whole["target"]}
+    findings.missed = (findings.corrupted & arrived) - findings.bad_transfers
     findings.transfers = len(arrived)
     findings.unseen = len({xid for xid, _, _ in sources} - arrived)
     return findings

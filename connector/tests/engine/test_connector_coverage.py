@@ -19,17 +19,22 @@ import pytest
 from connector.tests.engine.adapter import write_adapter
 from connector.tests.engine.conversation import (
     BLOCK,
+    INSERTED,
+    MOST_TURNS,
+    RECOMPUTED,
     Conversation,
+    becomes,
     body,
     complete,
     counter,
     decode_params,
+    is_written_back,
     post,
     prefill_params,
     tokens_of,
     turn,
-    wait_until,
     wait_until_free,
+    within,
 )
 from connector.tests.engine.conversation import spec as connector_spec
 from e2e.engines import Engine, EngineSpec, running_all
@@ -75,31 +80,27 @@ def plainly(trio: Trio, asked: dict[str, Any]) -> dict[str, Any]:
     return post(trio["plain"], asked, uuid.uuid4().hex)
 
 
-def inserted(trio: Trio) -> float:
-    return counter(trio["prefill"], "disagg_kv_writeback_inserted_tokens_total")
-
-
-def wait_until_inserted(trio: Trio, before: float, tokens: int) -> None:
-    wait_until(lambda: inserted(trio) - before >= tokens, f"{tokens} tokens are written back", limit=60)
-
-
 def test_prompts_of_several_steps_and_answers_that_were_drafted(trio: Trio) -> None:
     prefill, decode = trio["prefill"], trio["decode"]
     mine, plain = Conversation(60, system_tokens=400), Conversation(60, system_tokens=400)
-    for _ in range(4):
-        before = inserted(trio)
+
+    def one_turn() -> None:
         got = mine.ask(lambda prompt, n: turn(prefill, decode, prompt, n))
         assert got == plain.ask(lambda prompt, n: complete(trio["plain"], prompt, n))
-        wait_until_inserted(
-            trio, before, whole_blocks(mine.history) - (len(mine.history) - len(got)) // BLOCK * BLOCK
-        )
+
+    def exchanges() -> bool:
+        recomputed = counter(decode, RECOMPUTED)
+        return is_written_back(decode, one_turn) and counter(decode, RECOMPUTED) == recomputed
+
+    for _ in range(3):
+        one_turn()
+    within(MOST_TURNS, "a turn is pushed and written back", exchanges)
     assert hits(prefill, mine.history) == whole_blocks(mine.history)
     drafted = counter(decode, "vllm:spec_decode_num_draft_tokens_total")
     accepted = counter(decode, "vllm:spec_decode_num_accepted_tokens_total")
     assert 0 < accepted < drafted, "some drafts were right and some wrong"
     assert len(mine.history) > 6 * STEP_TOKENS
     assert complete(prefill, mine.history, 20) == complete(trio["plain"], mine.history, 20)
-    assert counter(decode, "disagg_kv_recomputed_requests_total") == 0
 
 
 def whole_blocks(history: list[int]) -> int:
@@ -114,11 +115,16 @@ def hits(engine: Engine, prompt: list[int], **options: Any) -> int:
 
 
 def test_what_was_written_back_under_one_salt_is_not_hit_under_another(trio: Trio) -> None:
-    before, prompt = inserted(trio), Conversation(61).history
+    prompt = Conversation(61).history
     asked = {**body(prompt, 70), "cache_salt": "tenant-a"}
-    said = tokens_of(answer(trio, asked))
-    assert said == tokens_of(plainly(trio, asked))
-    wait_until_inserted(trio, before, 2 * BLOCK)
+    said = tokens_of(plainly(trio, asked))
+    before = counter(trio["prefill"], INSERTED)
+
+    def is_inserted() -> bool:
+        assert tokens_of(answer(trio, asked)) == said
+        return becomes(lambda: counter(trio["prefill"], INSERTED) >= before + 2 * BLOCK)
+
+    within(MOST_TURNS, "the answer is written back", is_inserted)
     history = prompt + said
     assert hits(trio["prefill"], history, cache_salt="tenant-b") == 0
     assert hits(trio["prefill"], history) == 0

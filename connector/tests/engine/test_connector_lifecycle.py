@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from connector.tests.engine.conversation import Conversation, complete, counter, post, spec, turn, wait_until
+from connector.tests.engine.conversation import (
+    PUSHED,
+    RECOMPUTED,
+    Conversation,
+    becomes,
+    complete,
+    counter,
+    is_written_back,
+    post,
+    spec,
+    turn,
+    wait_until_free,
+    within,
+)
 from e2e.engines import Engine, running_all
 
 pytestmark = pytest.mark.engine
+
+# All of them fit into the engines' longest prompt.
+TURNS_A_STAGE = 4
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +50,8 @@ def tell(engine: Engine, path: str, **message: Any) -> dict[str, Any]:
 
 
 def reload_weights(engine: Engine) -> None:
-    """The same weights once more, as a trainer would bring new ones."""
+    """The same weights once more, as a trainer would bring new ones. A pause waits for peers only for a while."""
+    wait_until_free(engine)
     tell(engine, "/pause?mode=abort&clear_cache=true")
     tell(engine, "/collective_rpc", method="reload_weights")
     tell(engine, "/resume")
@@ -51,26 +68,28 @@ def test_turns_stay_right_through_pauses_new_weights_and_sleep(
         assert got == reference.ask(lambda prompt, n: complete(plain, prompt, n))
 
     def pushed() -> float:
-        return counter(decode, "disagg_kv_push_tokens_total", direction="decode_to_prefill")
+        return counter(decode, PUSHED, direction="decode_to_prefill")
 
     def refused() -> float:
-        return counter(decode, "disagg_kv_recomputed_requests_total", reason="fingerprint")
+        return counter(decode, RECOMPUTED, reason="fingerprint")
 
-    one_turn()
-    wait_until(lambda: pushed() > 0, "the first turn is written back", 60)
+    def counts_more(what: Callable[[], float]) -> bool:
+        """Whether a turn makes a counter move."""
+        before = what()
+        one_turn()
+        return becomes(lambda: what() > before)
+
+    within(TURNS_A_STAGE, "a turn is written back", lambda: is_written_back(decode, one_turn))
 
     reload_weights(prefill)
-    before, written = refused(), pushed()
-    one_turn()
-    wait_until(lambda: refused() > before, "decode's weights are another generation than prefill's", 60)
+    written = pushed()
+    within(TURNS_A_STAGE, "decode's weights are another generation's", lambda: counts_more(refused))
     assert pushed() == written
 
     reload_weights(decode)
-    one_turn()
-    wait_until(lambda: pushed() > written, "engines of one generation exchange KV again", 60)
+    within(TURNS_A_STAGE, "engines of one generation exchange KV again", lambda: counts_more(pushed))
 
-    written = pushed()
+    wait_until_free(decode)
     tell(decode, "/sleep?level=1")
     tell(decode, "/wake_up")
-    one_turn()
-    wait_until(lambda: pushed() > written, "an engine that is awake again exchanges KV", 60)
+    within(TURNS_A_STAGE, "an engine that is awake again exchanges KV", lambda: counts_more(pushed))

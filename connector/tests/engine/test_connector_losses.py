@@ -11,15 +11,21 @@ import pytest
 
 from connector.tests.engine.conversation import (
     BLOCK,
+    COMPUTED,
+    INSERTED,
+    MOST_TURNS,
+    ONDEMAND,
     SOURCES,
     Conversation,
+    becomes,
     complete,
     counter,
+    is_written_back,
     prefill_params,
     spec,
     turn,
-    wait_until,
     wait_until_free,
+    within,
 )
 from e2e.engines import Engine, EngineSpec, Ports
 
@@ -53,28 +59,31 @@ def test_turns_stay_right_while_engines_come_and_go(
         got = mine.ask(lambda prompt, n: turn(prefill, decode, prompt, n))
         assert got == plain.ask(lambda prompt, n: complete(reference, prompt, n))
 
+    def with_decode_alone(params: dict[str, Any] | None = None) -> None:
+        got = mine.ask(lambda prompt, n: complete(decode, prompt, n, params))
+        assert got == plain.ask(lambda prompt, n: complete(reference, prompt, n))
+
+    def is_served_on_demand() -> bool:
+        # Decode knows of no prefill to write this back to.
+        with_decode_alone()
+        served, computed = counter(prefill, ONDEMAND, result="served"), counter(prefill, COMPUTED)
+        # Its leg goes alone, for a decode leg that ends before it starts would bring the same blocks by write-back.
+        complete(prefill, mine.history, 1, prefill_params(decode))
+        is_served = becomes(lambda: counter(prefill, ONDEMAND, result="served") > served, 10)
+        return is_served and counter(prefill, COMPUTED) - computed <= 2 * BLOCK
+
     with ExitStack() as stack:
         one_turn()
         one_turn()
         control = prefill.ports.control
         # Prefill dies with its cache. Decode, which knows it by address, must notice the new boot.
         prefill.kill()
-        got = mine.ask(lambda prompt, n: complete(decode, prompt, n, _params(control)))
-        assert got == plain.ask(lambda prompt, n: complete(reference, prompt, n))
+        with_decode_alone(_params(control))
         prefill = stack.enter_context(Engine(again(prefill, model, "prefill"), "prefill-2", tmp_path))
         prefill.ports = Ports(prefill.ports.http, prefill.ports.side_channel, control)
         prefill.wait_ready()
-        # The new prefill is cold: it asks decode for the conversation. Its leg goes alone, for a decode leg
-        # that ends before it starts would bring the same blocks by write-back.
-        computed = counter(prefill, "vllm:request_prefill_kv_computed_tokens_sum")
-        complete(prefill, mine.history, 1, prefill_params(decode))
-        wait_until(
-            lambda: counter(prefill, "disagg_kv_ondemand_requests_total", result="served") == 1,
-            "decode has pushed the conversation on demand",
-            limit=30,
-        )
-        computed = counter(prefill, "vllm:request_prefill_kv_computed_tokens_sum") - computed
-        assert computed <= 2 * BLOCK
+        # The new prefill is cold: it asks decode for the conversation.
+        within(MOST_TURNS, "decode has pushed the conversation on demand", is_served_on_demand)
         one_turn()
         # Decode dies while it writes the turn back, or just after; nothing stays held on prefill.
         one_turn()
@@ -84,15 +93,11 @@ def test_turns_stay_right_while_engines_come_and_go(
         decode.ports = Ports(decode.ports.http, decode.ports.side_channel, control)
         decode.wait_ready()
         one_turn()
-        one_turn()
-        wait_until(
-            lambda: counter(decode, "disagg_kv_push_tokens_total", direction="decode_to_prefill") > 0,
-            "the new decode has written a turn back",
-            limit=30,
+        within(
+            MOST_TURNS, "the new decode has written a turn back", lambda: is_written_back(decode, one_turn)
         )
-        for engine in (prefill, decode):
-            wait_until_free(engine)
-            assert counter(engine, "disagg_kv_blocks_quarantined") == 0
+        wait_until_free(prefill)
+        wait_until_free(decode)
 
 
 def _params(control: int) -> dict[str, Any]:
@@ -125,13 +130,14 @@ def test_wrong_blocks_would_be_noticed(engines: dict[str, Engine], model: Path, 
         decode = stack.enter_context(Engine(corrupting, "decode-3", tmp_path))
         prefill.wait_ready()
         decode.wait_ready()
-        mine, plain = Conversation(5, answer_tokens=120), Conversation(5, answer_tokens=120)
-        mine.ask(lambda prompt, n: turn(prefill, decode, prompt, n))
-        plain.ask(lambda prompt, n: complete(engines["reference"], prompt, n))
-        wait_until(
-            lambda: counter(prefill, "disagg_kv_writeback_inserted_tokens_total") >= 3 * BLOCK,
-            "wrong blocks have entered prefill's cache",
-        )
+        prompt = Conversation(5).history
+        said = complete(engines["reference"], prompt, 120)
+
+        def brings_blocks() -> bool:
+            assert turn(prefill, decode, prompt, 120) == said
+            return becomes(lambda: counter(prefill, INSERTED) >= 3 * BLOCK)
+
+        within(MOST_TURNS, "wrong blocks have entered prefill's cache", brings_blocks)
         # Decode's own cache would hide them: ask prefill alone.
-        prompt = [*mine.history, 7]
+        prompt = [*prompt, *said, 7]
         assert complete(prefill, prompt, 20) != complete(engines["reference"], prompt, 20)

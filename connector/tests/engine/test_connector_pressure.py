@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,14 @@ import pytest
 
 from connector.tests.engine.conversation import (
     BLOCK,
+    INSERTED,
+    MOST_TURNS,
+    OFFERS,
+    ONDEMAND,
+    PUSHED,
+    RECOMPUTED,
     Conversation,
+    becomes,
     body,
     counter,
     differs,
@@ -33,7 +42,9 @@ from connector.tests.engine.conversation import (
     turn,
     used_blocks,
     wait_until,
+    wait_until_free,
     watched,
+    within,
 )
 from connector.tests.engine.evidence import Evidence
 from connector.tests.engine.ledger import read
@@ -162,59 +173,61 @@ def test_two_hundred_turns_under_pressure_are_right(small: Engines, ledger: Path
     assert len(talk.answers) == SESSIONS * TURNS
     assert talk.left > 0, "a client has left in the middle of an answer"
     assert talk.stopped > 0, "an answer has ended at a stop string"
-    assert counter(prefill, "disagg_kv_ondemand_requests_total") > 0, (
-        "prefill has evicted what it needs again"
-    )
+    assert counter(prefill, ONDEMAND) > 0, "prefill has evicted what it needs again"
     for reason in ("params", "fingerprint", "prompt"):
-        assert counter(decode, "disagg_kv_recomputed_requests_total", reason=reason) == 0
+        assert counter(decode, RECOMPUTED, reason=reason) == 0
     for engine in (prefill, decode):
         evidence.nothing_is_held(engine)
-    inserted = "disagg_kv_writeback_inserted_tokens_total"
     wait_until(
-        lambda: counter(prefill, inserted) == read(ledger).published * BLOCK,
+        lambda: counter(prefill, INSERTED) == read(ledger).published * BLOCK,
         "all blocks that prefill has published were compared",
     )
     found = evidence.count_blocks(ledger)
-    recomputed = counter(decode, "disagg_kv_recomputed_requests_total")
-    assert found.unseen <= talk.left + recomputed, "a transfer that was not called off was not compared"
+    called_off = talk.left + counter(decode, RECOMPUTED) + counter(prefill, ABORTED)
+    assert found.unseen <= called_off, "a transfer that was not called off was not compared"
 
 
 def test_requests_that_decode_preempts_go_on_rightly(small: Engines, evidence: Evidence) -> None:
     """They fit into decode's blocks when they begin, and do not when they end."""
-    decode = small["decode"]
-    talk = Talk(small)
-    preempted = "vllm:num_preemptions_total"
-    before = counter(decode, preempted)
-    clients = [Conversation(seed, 240, 30, 400) for seed in range(200, 206)]
-    prefill = small["prefill"]
-    with ThreadPoolExecutor(len(clients)) as sessions:
-        for client in clients:
-            sessions.submit(talk.say, client, lambda prompt, n: turn(prefill, decode, prompt, n))
-    assert len(talk.answers) == len(clients)
-    talk.judge(evidence, len(clients))
-    wait_until(lambda: counter(decode, preempted) > before, "decode has preempted requests")
+    prefill, decode = small["prefill"], small["decode"]
+    seeds = count(200)
+
+    def are_preempted() -> bool:
+        """Unless their prompts come so slowly that the first is done when the last begins."""
+        talk = Talk(small)
+        before = counter(decode, PREEMPTED)
+        clients = [Conversation(next(seeds), 240, 30, 400) for _ in range(6)]
+        with ThreadPoolExecutor(len(clients)) as sessions:
+            for client in clients:
+                sessions.submit(talk.say, client, lambda prompt, n: turn(prefill, decode, prompt, n))
+        assert len(talk.answers) == len(clients)
+        talk.judge(evidence, len(clients))
+        return counter(decode, PREEMPTED) > before
+
+    within(3, "decode preempts requests", are_preempted)
     for engine in (prefill, decode):
         evidence.nothing_is_held(engine)
 
 
 def test_a_prefill_without_room_takes_no_write_back(small: Engines, evidence: Evidence) -> None:
     prefill, decode = small["prefill"], small["decode"]
-    talk = Talk(small)
-    denied = "disagg_kv_writeback_offers_total"
-    before = counter(decode, denied, result="no_blocks")
-    # Nobody comes for these: prefill keeps them for their lease, and is nearly full meanwhile.
-    kept = {uuid.uuid4().hex: Conversation(seed, 640).history for seed in range(300, 303)}
-    for request_id, prompt in kept.items():
-        post(prefill, body(prompt, 1, prefill_params(None)), request_id)
-    client = Conversation(310, 60, 24, 40)
-    talk.one_turn(client, random.Random(3))
-    wait_until(
-        lambda: counter(decode, denied, result="no_blocks") > before,
-        "prefill has denied a write-back for want of blocks",
-    )
-    talk.one_turn(client, random.Random(3))
-    for request_id in kept:
-        dismiss(prefill, request_id)
+    talk, client = Talk(small), Conversation(310, 60, 24, 40)
+
+    def is_denied() -> bool:
+        """Unless the lease is over before."""
+        before = counter(decode, OFFERS, result="no_blocks")
+        # Nobody comes for these: prefill keeps them for their lease, and is nearly full meanwhile.
+        kept = {uuid.uuid4().hex: Conversation(seed, 640).history for seed in range(300, 303)}
+        for request_id, prompt in kept.items():
+            post(prefill, body(prompt, 1, prefill_params(None)), request_id)
+        talk.one_turn(client, random.Random(3))
+        denied = becomes(lambda: counter(decode, OFFERS, result="no_blocks") > before, LEASE)
+        talk.one_turn(client, random.Random(3))
+        for request_id in kept:
+            dismiss(prefill, request_id)
+        return denied
+
+    within(MOST_TURNS, "prefill denies a write-back for want of blocks", is_denied)
     talk.judge(evidence, 1)
     for engine in (prefill, decode):
         evidence.nothing_is_held(engine)
@@ -232,24 +245,32 @@ def test_what_decode_refuses_costs_prefill_nothing(small: Engines, evidence: Evi
             option = wrong[number % 2]
             status, answer = ask_router(port, {**asked, **option})
             assert (status, next(iter(option)) in answer) == (400, True), answer
-        wait_until(lambda: used_blocks(prefill) == 0, "prefill has let go", limit=LEASE / 2)
-        moved = counter(prefill, PUSHED)
-        prompt = Conversation(321, 300).history
-        status, answer = ask_router(port, body(prompt, 20))
-    talk = Talk(small, [(prompt, tokens_of(json.loads(answer)))])
+        wait_until_free(prefill)
+        assert leases_that_ended(prefill) == expired
+        talk, seeds = Talk(small), count(321)
+
+        def is_pushed() -> bool:
+            moved = counter(prefill, PUSHED)
+            prompt = Conversation(next(seeds), 300).history
+            status, answer = ask_router(port, body(prompt, 20))
+            assert status == 200, answer
+            talk.answers.append((prompt, tokens_of(json.loads(answer))))
+            return becomes(lambda: counter(prefill, PUSHED) >= moved + 300, 10)
+
+        within(MOST_TURNS, "a turn after them is pushed", is_pushed)
     talk.judge(evidence, 1)
-    wait_until(lambda: counter(prefill, PUSHED) >= moved + 300, "the turn after them was pushed")
-    assert leases_that_ended(prefill) == expired
 
 
 def test_a_prompt_that_was_computed_for_nobody_is_dismissed(small: Engines) -> None:
     """The same when decode's refusal comes only after prefill is done."""
     prefill = small["prefill"]
+    expired = leases_that_ended(prefill)
     request_id = uuid.uuid4().hex
-    post(prefill, body(Conversation(322, 400).history, 1, prefill_params(None)), request_id)
+    post(prefill, body(Conversation(340, 400).history, 1, prefill_params(None)), request_id)
     assert used_blocks(prefill) > 0
     dismiss(prefill, request_id)
-    wait_until(lambda: used_blocks(prefill) == 0, "prefill has let go", limit=LEASE / 2)
+    wait_until_free(prefill)
+    assert leases_that_ended(prefill) == expired
 
 
 def dismiss(prefill: Engine, request_id: str) -> None:
@@ -257,11 +278,12 @@ def dismiss(prefill: Engine, request_id: str) -> None:
     post(prefill, json.loads(legs.dismissal(request_id)), uuid.uuid4().hex)
 
 
-PUSHED = "disagg_kv_push_tokens_total"
+ABORTED = "disagg_kv_writeback_aborted_total"
+PREEMPTED = "vllm:num_preemptions_total"
 
 
 def ask_router(port: int, asked: dict[str, Any]) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(HOST, port, timeout=120)
+    connection = http.client.HTTPConnection(HOST, port, timeout=300)
     try:
         connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -278,17 +300,20 @@ def test_corrupted_blocks_are_caught(small: Engines, ledger: Path, evidence: Evi
     """The negative control of the checksums, the last test because it leaves wrong blocks in the caches."""
     prefill, decode = small["prefill"], small["decode"]
     faults = ("flip-decode-0", "flip-prefill-0", "substitute-decode-0", "substitute-prefill-0")
-    for number, fault in enumerate(faults):
-        wish = ledger / fault
-        wish.touch()
-        # Three chances, since a crowded machine may compute a turn alone. A write-back comes after its turn's end.
-        for seed in range(400 + 10 * number, 403 + 10 * number):
-            if wish.exists():
-                # Not compared: a wrong block may change the answer or not.
-                turn(prefill, decode, Conversation(seed, 200).history, 70)
-        wait_until(lambda wish=wish: not wish.exists(), f"{fault} has been put in", limit=30)  # type: ignore[misc]
-    wait_until(lambda: read(ledger).caught == len(faults), "all faults are seen", limit=30)
+    seeds = count(400)
+
+    def is_caught(fault: str) -> bool:
+        """Not if a crowded machine computes the turn alone, or gives its write-back up."""
+        caught = read(ledger).caught
+        (ledger / fault).touch()
+        # Not compared: a wrong block may change the answer or not.
+        turn(prefill, decode, Conversation(next(seeds), 200).history, 70)
+        return becomes(lambda: read(ledger).caught > caught)
+
+    for fault in faults:
+        within(MOST_TURNS, f"{fault} is caught", partial(is_caught, fault))
     for engine in (prefill, decode):
         evidence.nothing_is_held(engine)
     found = evidence.count_blocks(ledger)
-    assert len(found.corrupted) == found.caught == len(faults)
+    assert found.caught >= len(faults)
+    assert not found.missed

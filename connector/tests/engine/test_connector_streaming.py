@@ -14,8 +14,13 @@ import pytest
 
 from connector.tests.engine.conversation import (
     BLOCK,
+    COMPUTED,
+    INSERTED,
     OFFERS,
+    ONDEMAND,
+    RECOMPUTED,
     Conversation,
+    becomes,
     body,
     counter,
     decode_params,
@@ -26,12 +31,12 @@ from connector.tests.engine.conversation import (
     turn,
     wait_until,
     wait_until_free,
+    within,
 )
 from e2e.engines import HOST, Engine, running_all
 
 pytestmark = pytest.mark.engine
 
-INSERTED = "disagg_kv_writeback_inserted_tokens_total"
 # So long that it is still being generated when prefill's metrics have shown what has arrived.
 LONG_ANSWER = 1700
 MOST_TURNS = 8
@@ -55,49 +60,51 @@ def test_answers_are_the_plain_engines_and_prefill_computes_only_what_is_new(
 ) -> None:
     prefill, decode = pair["prefill"], pair["decode"]
     conversation = Conversation(1, answer_tokens=150)
-    for number in range(MOST_TURNS):
-        computed, granted = _computed(prefill), counter(decode, OFFERS, result="granted")
+
+    def moves_in_batches() -> bool:
+        """Not on a crowded machine, where a turn may be over before its first batch is offered."""
+        granted, on_demand = counter(decode, OFFERS, result="granted"), counter(prefill, ONDEMAND)
+        recomputed, computed = counter(decode, RECOMPUTED), counter(prefill, COMPUTED)
         got = conversation.ask(lambda prompt, n: turn(prefill, decode, prompt, n))
-        prompt = conversation.history[: -len(got)]
-        assert not differs(plain, prompt, got)
+        assert not differs(plain, conversation.history[: -len(got)], got)
+        several = becomes(lambda: counter(decode, OFFERS, result="granted") >= granted + 2, 10)
         wait_until_free(prefill)
-        if number > 0:
-            assert _computed(prefill) - computed <= conversation.user_tokens + BLOCK + 1
-        # On a crowded machine a turn may be over before its first batch is offered.
-        if number >= 2 and counter(decode, OFFERS, result="granted") >= granted + 2:
-            break
-    else:
-        raise AssertionError(f"none of {MOST_TURNS} turns was written back in several batches")
-    assert counter(decode, "disagg_kv_recomputed_requests_total") == 0
+        is_new = counter(prefill, COMPUTED) - computed <= conversation.user_tokens + BLOCK + 1
+        asked = counter(prefill, ONDEMAND) - on_demand + counter(decode, RECOMPUTED) - recomputed
+        return several and is_new and asked == 0
+
+    within(MOST_TURNS, "prefill computes what is new and gets several batches", moves_in_batches)
 
 
 def test_a_turn_that_is_aborted_has_left_its_blocks_at_prefill_long_before(
     pair: dict[str, Engine], plain: Engine
 ) -> None:
     prefill, decode = pair["prefill"], pair["decode"]
-    for seed in range(2, 2 + MOST_TURNS):
-        prompt = Conversation(seed).history
+    seeds = iter(range(2, 2 + MOST_TURNS))
+
+    def leaves_its_blocks() -> bool:
+        prompt = Conversation(next(seeds)).history
         said = _leave_when_blocks_are_at_prefill(prefill, decode, prompt)
-        if said:
-            break
-    else:
-        raise AssertionError(f"none of {MOST_TURNS} turns had blocks at prefill before its end")
-    wait_until(lambda: counter(decode, "vllm:num_requests_running") == 0, "decode to stop", limit=60)
-    wait_until_free(decode)
-    wait_until_free(prefill)
-    computed = _computed(prefill)
-    prompt = prompt + said + [7] * 37
-    assert not differs(plain, prompt, turn(prefill, decode, prompt, 40))
-    assert _computed(prefill) - computed <= 37 + BLOCK + 1
+        if not said:
+            return False
+        wait_until(lambda: counter(decode, "vllm:num_requests_running") == 0, "decode stops")
+        wait_until_free(decode)
+        wait_until_free(prefill)
+        before = counter(prefill, COMPUTED)
+        prompt = prompt + said + [7] * 37
+        assert not differs(plain, prompt, turn(prefill, decode, prompt, 40))
+        return counter(prefill, COMPUTED) - before <= 37 + BLOCK + 1
+
+    within(MOST_TURNS, "a turn has left its blocks at prefill before its end", leaves_its_blocks)
 
 
 def _leave_when_blocks_are_at_prefill(prefill: Engine, decode: Engine, prompt: list[int]) -> list[int]:
-    """Begin a turn and hang up when four blocks of its answer have arrived at prefill; the tokens read so far.
+    """Begin a turn and hang up when all blocks of what it has said are at prefill; the tokens read so far.
     None of them if it was over before: decode may be quicker than what a crowded machine moves."""
     wait_until_free(decode)
     before = counter(prefill, INSERTED)
     request_id = uuid.uuid4().hex
-    connection = http.client.HTTPConnection(HOST, decode.ports.http, timeout=120)
+    connection = http.client.HTTPConnection(HOST, decode.ports.http, timeout=300)
     with ThreadPoolExecutor(1) as leg:
         leg.submit(post, prefill, body(prompt, 1, prefill_params(decode)), request_id)
         asked = {**body(prompt, LONG_ANSWER, decode_params(prefill)), "stream": True}
@@ -105,14 +112,10 @@ def _leave_when_blocks_are_at_prefill(prefill: Engine, decode: Engine, prompt: l
         connection.request("POST", "/v1/completions", json.dumps(asked), headers)
         answer = connection.getresponse()
         said = _read_tokens(answer, 5 * BLOCK)
-        wait_until(lambda: counter(prefill, INSERTED) >= before + 4 * BLOCK, "blocks at prefill", limit=60)
+        are_there = becomes(lambda: counter(prefill, INSERTED) >= before + 5 * BLOCK)
         still_runs = counter(decode, "vllm:num_requests_running") == 1
         connection.close()
-    return said if still_runs else []
-
-
-def _computed(prefill: Engine) -> float:
-    return counter(prefill, "vllm:request_prefill_kv_computed_tokens_sum")
+    return said if are_there and still_runs else []
 
 
 def _read_tokens(answer: http.client.HTTPResponse, count: int) -> list[int]:

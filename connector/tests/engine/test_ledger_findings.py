@@ -47,10 +47,13 @@ def test_a_fault_that_was_put_in_is_told_from_one_that_was_not(tmp_path: Path) -
     for xid in ("a", "b"):
         ledger.write("source", xid, [7], [0], [[1]])
         ledger.write("target", xid, [7], [0], [[2]])
+    for stage in ("source", "target", "corrupted"):
+        ledger.write(stage, "d", [7], [0], [[1]])
     ledger.write("corrupted", "a")
     ledger.write("corrupted", "c")
     found = read(tmp_path)
     assert found.caught == 1
+    assert found.missed == {"d"}
     assert [text.split()[0] for text in found.unexplained] == ["b"]
 
 
