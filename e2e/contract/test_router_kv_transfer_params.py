@@ -22,21 +22,26 @@ def validator(leg: str) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator({**CONTRACT["schemas"][leg], "$defs": CONTRACT["$defs"]})
 
 
-def engine(role: Role, params: dict[str, Any] | None) -> Backend | None:
-    if params is None:
-        return None
+def engine(role: Role, params: dict[str, Any]) -> Backend:
     return Backend("pod", role, "rev1", Address(params["host"], 8000), params["control_port"])
 
 
 def sent(leg: str, params: dict[str, Any]) -> dict[str, Any]:
     """The params that the router sends on `leg` to engines that are where `params` says."""
     body = legs.parse(b'{"prompt": "hi", "max_tokens": 9}')
+    mode, disagg = legs.MODES["BidirectionalPush"], params["disagg"]
+    here = {"host": "10.0.0.9", "control_port": 5700}
+    prefill, decode = (
+        engine("prefill", disagg.get("prefill", here)),
+        engine("decode", disagg.get("decode", here)),
+    )
+    pair = legs.Pair(prefill, decode, holder=decode if "decode" in disagg else None)
     if leg == "prefill":
-        raw = legs.prefill_leg(body, engine("decode", params["disagg"].get("decode")))
+        raw = mode.prefill_leg(body, pair)
     elif leg == "dismissal":
-        raw = legs.dismissal(params["disagg"]["dismiss"])
+        raw = mode.dismissal(disagg["dismiss"])
     else:
-        raw = legs.decode_leg(body, engine("prefill", params["disagg"]["prefill"]))
+        raw = mode.decode_leg(body, pair)
     answer: dict[str, Any] = json.loads(raw)["kv_transfer_params"]
     return answer
 
@@ -66,4 +71,4 @@ def test_ids_as_the_router_makes_them_fit_the_contract() -> None:
 
 def test_a_local_leg_carries_no_params() -> None:
     body = legs.parse(b'{"prompt": "hi", "kv_transfer_params": {"do_remote_prefill": true}}')
-    assert json.loads(legs.decode_leg(body, None)) == {"prompt": "hi"}
+    assert json.loads(legs.local_leg(body)) == {"prompt": "hi"}

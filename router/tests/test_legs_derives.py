@@ -13,6 +13,8 @@ from disagg_router.http1 import Address
 
 PREFILL = Backend("p-0", "prefill", "rev1", Address("10.0.0.1", 8000), 5700)
 DECODE = Backend("d-0", "decode", "rev1", Address("10.0.0.2", 8000), 5701)
+PAIR = legs.Pair(PREFILL, DECODE)
+MODE = legs.MODES["BidirectionalPush"]
 
 # Options that shape the prompt: prefill has to see them, or it computes another prompt.
 SHAPING: dict[str, Any] = {
@@ -74,7 +76,7 @@ def parse(**fields: Any) -> legs.Body:
 
 
 def both(body: legs.Body) -> tuple[dict[str, Any], dict[str, Any]]:
-    return json.loads(legs.prefill_leg(body, None)), json.loads(legs.decode_leg(body, PREFILL))
+    return json.loads(MODE.prefill_leg(body, PAIR)), json.loads(MODE.decode_leg(body, PAIR))
 
 
 @pytest.mark.parametrize("field", SHAPING)
@@ -104,13 +106,15 @@ def test_prefill_makes_one_token_if_the_client_gave_no_limit() -> None:
 
 def test_values_reach_decode_as_the_client_wrote_them() -> None:
     text = b'{"prompt": [1, 2], "seed": 12345678901234567890, "temperature": 0.70000000000000000001, "x": "\\u00e9 \\ud83d\\ude00"}'
-    leg = legs.decode_leg(legs.parse(text), None)
+    leg = legs.local_leg(legs.parse(text))
     for part in (b"12345678901234567890", b"0.70000000000000000001", b'"\\u00e9 \\ud83d\\ude00"', b"[1, 2]"):
         assert part in leg
 
 
 def test_prefill_is_told_who_holds_the_kv() -> None:
-    params = json.loads(legs.prefill_leg(parse(), DECODE))["kv_transfer_params"]
+    params = json.loads(MODE.prefill_leg(parse(), legs.Pair(PREFILL, DECODE, holder=DECODE)))[
+        "kv_transfer_params"
+    ]
     assert params["disagg"] == {"version": 1, "decode": {"host": "10.0.0.2", "control_port": 5701}}
 
 
@@ -131,15 +135,15 @@ EVIL = b'{"do_remote_prefill": true}'
 )
 def test_no_spelling_of_transfer_params_survives(text: bytes) -> None:
     body = legs.parse(text % EVIL)
-    for leg in (legs.decode_leg(body, None), legs.decode_leg(body, PREFILL), legs.prefill_leg(body, None)):
+    for leg in (legs.local_leg(body), MODE.decode_leg(body, PAIR), MODE.prefill_leg(body, PAIR)):
         assert EVIL not in leg
         assert b"ec_transfer" not in leg
-    assert b"kv_transfer" not in legs.decode_leg(body, None)
+    assert b"kv_transfer" not in legs.local_leg(body)
 
 
 def test_other_vllm_xargs_stay() -> None:
     body = legs.parse(b'{"prompt": "x", "vllm_xargs": {"a": 1.50, "kv_transfer_params": 1}}')
-    assert json.loads(legs.decode_leg(body, None))["vllm_xargs"] == {"a": 1.5}
+    assert json.loads(legs.local_leg(body))["vllm_xargs"] == {"a": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -170,8 +174,8 @@ def test_odd_text_is_passed_on_or_refused_but_never_an_accident(text: bytes) -> 
         body = legs.parse(text)
     except legs.BadBodyError:
         return
-    assert legs.decode_leg(body, PREFILL)
-    assert legs.prefill_leg(body, None)
+    assert MODE.decode_leg(body, PAIR)
+    assert MODE.prefill_leg(body, PAIR)
 
 
 @pytest.mark.parametrize(

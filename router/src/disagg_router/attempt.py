@@ -37,6 +37,7 @@ class Engines:
 
     pool: EnginePool
     loads: LoadTable
+    mode: legs.Mode
     deadlines: Deadlines
     count_prompt_tokens: Callable[[int], None]
     count_prefill_failure: Callable[[Failure], None]
@@ -157,7 +158,10 @@ class Attempt:
 
     async def _ask_decode(self) -> EngineAnswer:
         plan = self._plan
-        body = legs.decode_leg(plan.body, plan.prefill)
+        if plan.prefill is None:
+            body = legs.local_leg(plan.body)
+        else:
+            body = self._engines.mode.decode_leg(plan.body, self._pair(plan.prefill))
         head = self._head(plan.decode, body)
         framing: Framing = "decoded" if plan.decoded else "raw"
         return await self._engines.pool.ask(plan.decode.address, head, body, framing)
@@ -165,7 +169,7 @@ class Attempt:
     async def _ask_prefill(self, prefill: Backend) -> None:
         """Have prefill compute the prompt. Raises _PrefillError."""
         engines, seconds = self._engines, self._engines.deadlines.first_byte_seconds
-        body = legs.prefill_leg(self._plan.body, self._plan.holder)
+        body = engines.mode.prefill_leg(self._plan.body, self._pair(prefill))
         try:
             with engines.loads.hold(prefill.name):
                 async with asyncio.timeout(seconds):
@@ -206,6 +210,9 @@ class Attempt:
             raise
         pool.release(answer)
         return answer.status, content
+
+    def _pair(self, prefill: Backend) -> legs.Pair:
+        return legs.Pair(prefill, self._plan.decode, self._plan.holder)
 
     def _head(self, backend: Backend, body: bytes) -> bytes:
         fields = {

@@ -23,8 +23,9 @@ _AT_ONCE = 64
 class Dismissals:
     """Sends in the background; nobody waits for an answer. `new_id` makes the ids of the requests that are sent."""
 
-    def __init__(self, pool: EnginePool, new_id: Callable[[], str]) -> None:
+    def __init__(self, pool: EnginePool, mode: legs.Mode, new_id: Callable[[], str]) -> None:
         self._pool = pool
+        self._mode = mode
         self._new_id = new_id
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -42,7 +43,7 @@ class Dismissals:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _send(self, prefill: Backend, turn: str) -> None:
-        body = legs.dismissal(turn)
+        body = self._mode.dismissal(turn)
         fields = {"content-type": "application/json", "x-request-id": self._new_id()}
         path = legs.PATHS["completions"]
         head = request_head("POST", path, str(prefill.address), fields, len(body))

@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 
+from disagg_router import legs
 from disagg_router.admin import Admin
 from disagg_router.app import App
 from disagg_router.attempt import Engines
@@ -45,10 +46,12 @@ class Router:
     async def start(self, source: Source) -> None:
         """Listen, and follow the engines of `source`. Raises OSError if a port is taken."""
         self._pool = EnginePool(float(self.config.deadlines.connect_seconds))
-        self._dismissals = Dismissals(self._pool, _new_id)
+        mode = legs.MODES[self.config.mode]
+        self._dismissals = Dismissals(self._pool, mode, _new_id)
         engines = Engines(
             self._pool,
             self.loads,
+            mode,
             self.config.deadlines,
             count_prompt_tokens=self.metrics.prompt_tokens.inc,
             count_prefill_failure=lambda failure: self.metrics.prefill_failures.labels(failure.value).inc(),

@@ -1,25 +1,17 @@
-"""The two requests that one turn becomes. Pure.
-
-The decode leg is the client's body as it came; the prefill leg is the same prompt with everything that concerns the
-output taken off, because prefill makes exactly one token and nobody reads it. Both carry the router's own
-`kv_transfer_params` (docs/wire-contract.md section 1); those of the client never reach an engine, since malformed ones
-can stop it and well-formed ones can read another's blocks.
+"""The client's body, and what of it may go to prefill. Pure.
 
 Values are kept as the JSON text that the client wrote, so numbers and strings reach the engine unchanged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
-from disagg_router.backends import Backend
-
 Endpoint = Literal["chat", "completions"]
-
-WIRE_VERSION = 1
 
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
@@ -161,44 +153,21 @@ def _set(body: Body, field: str, but: bytes = b"") -> bool:
     return bytes(body.fields.get(field, b"null")) not in (b"null", b"false", but)
 
 
-def decode_leg(body: Body, prefill: Backend | None) -> bytes:
-    """The body for decode; without `prefill` it is an ordinary local request."""
-    if prefill is None:
-        return msgspec.json.encode(body.fields)
-    params = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "disagg": {"version": WIRE_VERSION, "prefill": _engine(prefill)},
-    }
+def local_leg(body: Body) -> bytes:
+    """The body for decode when it computes the prompt itself: an ordinary request."""
+    return msgspec.json.encode(body.fields)
+
+
+def with_params(body: Body, params: Mapping[str, Any] | msgspec.Raw) -> bytes:
+    """The whole body, for decode, with the router's own transfer parameters."""
     return msgspec.json.encode({**body.fields, "kv_transfer_params": params})
 
 
-def prefill_leg(body: Body, holder: Backend | None) -> bytes:
-    """The body for prefill. `holder` is the decode engine that has the conversation's KV, if there is one."""
-    disagg: dict[str, Any] = {"version": WIRE_VERSION}
-    if holder is not None:
-        disagg["decode"] = _engine(holder)
+def prompt_only(body: Body, params: Mapping[str, Any] | msgspec.Raw) -> bytes:
+    """The same prompt for prefill, which makes exactly one token, with the router's own transfer parameters."""
     kept: dict[str, Any] = {name: raw for name, raw in body.fields.items() if name not in _NOT_ON_PREFILL}
-    kept |= {
-        "max_tokens": 1,
-        "stream": False,
-        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "disagg": disagg},
-    }
+    kept |= {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
     return msgspec.json.encode(kept)
-
-
-def dismissal(turn: str) -> bytes:
-    """A request that makes prefill forget the prompt of the turn whose legs had this request id.
-
-    The engine answers it like any completion, of one token after a prompt of one.
-    """
-    disagg = {"version": WIRE_VERSION, "dismiss": turn}
-    params = {"do_remote_decode": False, "do_remote_prefill": False, "disagg": disagg}
-    return msgspec.json.encode({"prompt": [0], "max_tokens": 1, "kv_transfer_params": params})
-
-
-def _engine(backend: Backend) -> dict[str, Any]:
-    return {"host": backend.address.host, "control_port": backend.control_port}
 
 
 class _Usage(msgspec.Struct):
