@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,7 @@ class Stack:
     decodes: list[FakeEngine]
     backends: tuple[Backend, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    ahead: float = 0.0  # seconds by which the router's clock is ahead of the machine's
 
     @property
     def prefill(self) -> FakeEngine:
@@ -144,11 +146,13 @@ async def make_stack() -> AsyncIterator[MakeStack]:
             [backend("prefill", i, engine.port) for i, engine in enumerate(prefill)]
             + [backend("decode", i, engine.port) for i, engine in enumerate(decode)]
         )
-        router = Router(make_config(**changes), host="127.0.0.1")
-        await router.start(FixedSource(backends))
+        router = Router(
+            make_config(**changes), host="127.0.0.1", clock=lambda: time.monotonic() + stack.ahead
+        )
         stack = Stack(
             router, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)), prefill, decode, backends
         )
+        await router.start(FixedSource(backends))
         stacks.append(stack)
         await until(lambda: router.fleet.synced, "the router has its engines")
         return stack

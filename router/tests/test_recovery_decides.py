@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disagg_router.recovery import Action, Attempt, Failure, RetryBudget, next_action
+from disagg_router.breaker import Blame
+from disagg_router.recovery import Action, Attempt, Failure, RetryBudget, blame, next_action
 
 F, A = Failure, Action
 
@@ -49,6 +50,17 @@ def test_every_turn_ends(failure: Failure, other: bool) -> None:
             return
         with_prefill = action is Action.PAIR_OTHER
     pytest.fail("the turn goes on for ever")
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_what_a_client_can_cause_is_not_held_against_an_engine(streamed: bool) -> None:
+    assert blame(F.PREFILL_REFUSED, streamed=streamed) is Blame.NONE
+    # A long answer that comes as a whole is late, and nothing is wrong with the engine.
+    assert (blame(F.DECODE_DEADLINE, streamed=streamed) is Blame.NONE) == (not streamed)
+    for failure in (F.PREFILL_UNREACHABLE, F.PREFILL_BROKE, F.DECODE_UNREACHABLE, F.DECODE_BROKE):
+        assert blame(failure, streamed=streamed) is Blame.FULL
+    for failure in (F.PREFILL_ERROR, F.DECODE_ERROR, F.PREFILL_DEADLINE):
+        assert blame(failure, streamed=streamed) is Blame.SOME
 
 
 def test_the_budget_is_a_share_of_turns_beyond_its_reserve() -> None:

@@ -61,7 +61,7 @@ def waits_for_kv(engine: FakeEngine) -> None:
     ("script", "reason"),
     [
         (refuse(400, "min_tokens must be less than or equal to max_tokens"), "prefill_refused"),
-        (refuse(500, "Internal server error"), "prefill_broke"),
+        (refuse(500, "Internal server error"), "prefill_error"),
         (hang_up, "prefill_broke"),
     ],
 )

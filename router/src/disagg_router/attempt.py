@@ -13,13 +13,14 @@ from typing import Self
 
 from disagg_router import legs
 from disagg_router.backends import Backend
+from disagg_router.breaker import Blame
 from disagg_router.config import Deadlines
 from disagg_router.http1 import ConnectError, EngineAnswer, EnginePool, UpstreamError
 from disagg_router.http1.message import request_head
 from disagg_router.http1.upstream import Framing
-from disagg_router.load import LoadTable
+from disagg_router.load import Hold, LoadTable
 from disagg_router.logs import event
-from disagg_router.recovery import Failure
+from disagg_router.recovery import Failure, blame
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +85,10 @@ class Attempt:
         self._decode: asyncio.Task[EngineAnswer] | None = None
         self._prefill: asyncio.Task[None] | None = None
         self._began = False
+        self._hold: Hold
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(self._engines.loads.hold(self._plan.decode.name))
+        self._hold = self._stack.enter_context(self._engines.loads.hold(self._plan.decode))
         return self
 
     def __exit__(
@@ -115,7 +117,10 @@ class Attempt:
         self._decode = decode = asyncio.create_task(self._ask_decode())
         waiting: set[asyncio.Task[EngineAnswer] | asyncio.Task[None]] = {decode}
         if plan.prefill is not None:
-            self._prefill = asyncio.create_task(self._ask_prefill(plan.prefill))
+            # Held before anything else can be chosen: of two turns only one may be a suspect pod's probe.
+            hold = self._engines.loads.hold(plan.prefill)
+            self._prefill = asyncio.create_task(self._ask_prefill(plan.prefill, hold))
+            self._prefill.add_done_callback(lambda _: hold.give_back())
             self._prefill.add_done_callback(self._prefill_done)
             waiting.add(self._prefill)
         limit = deadlines.first_byte_seconds if plan.body.streamed else deadlines.answer_seconds
@@ -126,9 +131,8 @@ class Attempt:
             if decode in done:
                 return self._judge(decode)
             if not done:
-                return Outcome(
-                    Failure.DECODE_DEADLINE, message=f"{plan.decode.name} did not answer in {limit:g} s"
-                )
+                message = f"{plan.decode.name} did not answer in {limit:g} s"
+                return self._decode_failed(Failure.DECODE_DEADLINE, message)
             assert self._prefill is not None
             failed = self._prefill.exception()
             if isinstance(failed, _PrefillError):
@@ -138,23 +142,31 @@ class Attempt:
             waiting.discard(self._prefill)
 
     def _judge(self, decode: asyncio.Task[EngineAnswer]) -> Outcome:
-        plan, loads = self._plan, self._engines.loads
+        plan = self._plan
         try:
             answer = decode.result()
         except UpstreamError as exc:
-            loads.suspect(plan.decode.name)
             unreachable = isinstance(exc, ConnectError)
             failure = Failure.DECODE_UNREACHABLE if unreachable else Failure.DECODE_BROKE
-            return Outcome(failure, message=f"decode {plan.decode.name}: {exc}")
-        loads.clear(plan.decode.name)
+            return self._decode_failed(failure, f"decode {plan.decode.name}: {exc}")
         if answer.status in _ENGINE_ERRORS:
             message = f"decode {plan.decode.name} answered {answer.status}"
-            return Outcome(Failure.DECODE_ERROR, answer, message)
+            return self._decode_failed(Failure.DECODE_ERROR, message, answer)
         if plan.body.streamed and _STREAM_ERROR.search(answer.first_bytes()):
             message = f"decode {plan.decode.name} began its stream with an engine error"
-            return Outcome(Failure.DECODE_ERROR, None, message)
+            return self._decode_failed(Failure.DECODE_ERROR, message)
         self._began = answer.status < 400
+        if self._began:
+            self._hold.succeeded()
         return Outcome(None, answer)
+
+    def _decode_failed(self, failure: Failure, message: str, answer: EngineAnswer | None = None) -> Outcome:
+        self._hold.failed(blame(failure, streamed=self._plan.body.streamed), failure.value)
+        return Outcome(failure, answer, message)
+
+    def broke_off(self) -> None:
+        """Decode's answer, which had begun, did not come to its end."""
+        self._hold.failed(Blame.FULL, "broken_answer")
 
     async def _ask_decode(self) -> EngineAnswer:
         plan = self._plan
@@ -166,25 +178,30 @@ class Attempt:
         framing: Framing = "decoded" if plan.decoded else "raw"
         return await self._engines.pool.ask(plan.decode.address, head, body, framing)
 
-    async def _ask_prefill(self, prefill: Backend) -> None:
-        """Have prefill compute the prompt. Raises _PrefillError."""
+    async def _ask_prefill(self, prefill: Backend, hold: Hold) -> None:
+        """Have prefill compute the prompt, and say of it how it did. Raises _PrefillError."""
+        try:
+            await self._compute_prompt(prefill)
+        except _PrefillError as exc:
+            hold.failed(blame(exc.failure, streamed=False), exc.failure.value)
+            raise
+        hold.succeeded()
+
+    async def _compute_prompt(self, prefill: Backend) -> None:
         engines, seconds = self._engines, self._engines.deadlines.first_byte_seconds
         body = engines.mode.prefill_leg(self._plan.body, self._pair(prefill))
         try:
-            with engines.loads.hold(prefill.name):
-                async with asyncio.timeout(seconds):
-                    status, answer = await self._read_answer(prefill, body)
+            async with asyncio.timeout(seconds):
+                status, answer = await self._read_answer(prefill, body)
         except TimeoutError:
             message = f"prefill {prefill.name} was not done in {seconds:g} s"
             raise _PrefillError(Failure.PREFILL_DEADLINE, message) from None
         except UpstreamError as exc:
-            engines.loads.suspect(prefill.name)
             unreachable = isinstance(exc, ConnectError)
             failure = Failure.PREFILL_UNREACHABLE if unreachable else Failure.PREFILL_BROKE
             raise _PrefillError(failure, f"prefill {prefill.name}: {exc}") from exc
-        engines.loads.clear(prefill.name)
         if status >= 400:
-            refused = Failure.PREFILL_REFUSED if status < 500 else Failure.PREFILL_BROKE
+            refused = Failure.PREFILL_REFUSED if status < 500 else Failure.PREFILL_ERROR
             text = answer[:500].decode(errors="replace")
             raise _PrefillError(refused, f"prefill {prefill.name} answered {status}: {text}")
         tokens = legs.prompt_tokens(answer)

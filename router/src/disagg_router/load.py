@@ -1,49 +1,115 @@
-"""What this replica has in flight on each engine, and which engines it could not reach just now."""
+"""What this replica has in flight on each engine, and which engines it keeps turns away from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable
 
+from disagg_router.backends import Backend, Role
+from disagg_router.breaker import Blame, Breaker, State
+from disagg_router.http1.message import Address
 from disagg_router.pick import Load
+
+_Pod = tuple[str, Address]
 
 
 class LoadTable:
-    """Counts by pod name. `hold` is the only way to count, so that a count is always given back."""
+    """Counts by pod name, and a breaker for every pod that has failed.
 
-    def __init__(self, clock: Callable[[], float], suspect_seconds: float = 5.0) -> None:
+    A pod that is replaced keeps its name but not its address, and its predecessor's failures are not its own. A breaker is
+    forgotten when its pod does not take turns any more, so there are never more than engines.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._suspect_seconds = suspect_seconds
         self._inflight: dict[str, int] = {}
-        self._suspect_until: dict[str, float] = {}
+        self._breakers: dict[_Pod, Breaker] = {}
+        self.opened: Counter[tuple[Role, str]] = Counter()
+        """How often breakers have opened, by role and what was the last straw."""
 
-    @contextmanager
-    def hold(self, name: str) -> Iterator[None]:
-        """Count one leg on the pod for the duration of the block."""
-        self._inflight[name] = self._inflight.get(name, 0) + 1
-        try:
-            yield
-        finally:
-            left = self._inflight[name] - 1
-            if left:
-                self._inflight[name] = left
-            else:
-                del self._inflight[name]
-
-    def suspect(self, name: str) -> None:
-        """Keep turns away from the pod for a moment."""
-        self._suspect_until[name] = self._clock() + self._suspect_seconds
-
-    def clear(self, name: str) -> None:
-        """The pod answered: no suspicion is left."""
-        self._suspect_until.pop(name, None)
+    def hold(self, backend: Backend) -> Hold:
+        """Count one leg on the pod until the hold is given back, which leaving its context does."""
+        self._inflight[backend.name] = self._inflight.get(backend.name, 0) + 1
+        pod = _pod(backend)
+        breaker, probe = self._breakers.get(pod, Breaker()).begin(self._clock())
+        if probe:
+            self._breakers[pod] = breaker
+        return Hold(self, backend, probe)
 
     @property
     def inflight(self) -> dict[str, int]:
         return self._inflight
 
-    def snapshot(self) -> Load:
+    def state(self, backend: Backend) -> State:
+        return self._breakers.get(_pod(backend), Breaker()).state(self._clock())
+
+    def snapshot(self, backends: Iterable[Backend]) -> Load:
+        """What choosing among `backends`, all that there are, has to know."""
+        if not self._breakers:
+            return Load(self._inflight)
+        present = {_pod(b): b for b in backends if b.takes_turns}
+        for pod in self._breakers.keys() - present.keys():
+            del self._breakers[pod]
         now = self._clock()
-        for name in [name for name, until in self._suspect_until.items() if until <= now]:
-            del self._suspect_until[name]
-        return Load(self._inflight, self._suspect_until.keys())
+        return Load(self._inflight, {name for (name, _), b in self._breakers.items() if b.avoided(now)})
+
+    # -- for Hold --------------------------------------------------------------------------------------------
+
+    def give_back(self, hold: Hold) -> None:
+        left = self._inflight[hold.backend.name] - 1
+        if left:
+            self._inflight[hold.backend.name] = left
+        else:
+            del self._inflight[hold.backend.name]
+        breaker = self._breakers.get(_pod(hold.backend))
+        if hold.probe and breaker is not None:
+            self._breakers[_pod(hold.backend)] = breaker.end_probe()
+
+    def succeeded(self, hold: Hold) -> None:
+        self._breakers.pop(_pod(hold.backend), None)
+
+    def failed(self, hold: Hold, blame: Blame, reason: str) -> None:
+        pod = _pod(hold.backend)
+        before = self._breakers.get(pod, Breaker())
+        after = before.fail(blame, self._clock(), probe=hold.probe)
+        if after != Breaker():
+            self._breakers[pod] = after
+        if after.opened > before.opened:
+            self.opened[hold.backend.role, reason] += 1
+
+
+class Hold:
+    """One leg's place on a pod. A context, so that a count is always given back; giving back twice is one."""
+
+    __slots__ = ("_loads", "backend", "probe")
+
+    def __init__(self, loads: LoadTable, backend: Backend, probe: bool) -> None:
+        self._loads: LoadTable | None = loads
+        self.backend = backend
+        self.probe = probe
+
+    def succeeded(self) -> None:
+        """The pod has answered."""
+        if self._loads is not None:
+            self._loads.succeeded(self)
+
+    def failed(self, blame: Blame, reason: str) -> None:
+        """The leg has failed. Once that has been said of a probe, whatever follows is not one."""
+        if self._loads is not None:
+            self._loads.failed(self, blame, reason)
+            self.probe = self.probe and blame is Blame.NONE
+
+    def give_back(self) -> None:
+        if self._loads is not None:
+            loads, self._loads = self._loads, None
+            loads.give_back(self)
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.give_back()
+
+
+def _pod(backend: Backend) -> _Pod:
+    return backend.name, backend.address

@@ -13,10 +13,11 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from disagg_router.backends import Fleet
+from disagg_router.breaker import State
 from disagg_router.load import LoadTable
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say when a process saw a label first
@@ -111,17 +112,35 @@ class _Engines(Collector):
         self._fleet = fleet
         self._loads = loads
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         engines = GaugeMetricFamily(
             "disagg_router_engines", "Engines known, by state.", labels=["role", "revision", "state"]
         )
         inflight = GaugeMetricFamily(
             "disagg_router_inflight_legs", "Legs of turns in flight on an engine.", labels=["role", "pod"]
         )
+        breakers = GaugeMetricFamily(
+            "disagg_router_breakers",
+            "1 for the state that an engine's breaker is in: closed, open (no turns if there is another engine) or "
+            "half_open (one turn at a time probes it).",
+            labels=["role", "pod", "state"],
+        )
+        opened = CounterMetricFamily(
+            "disagg_router_breaker_openings",
+            "Times that an engine's breaker has opened, by what the last failure was.",
+            labels=["role", "reason"],
+        )
         tally = Tally((b.role, b.revision, b.state) for b in self._fleet.backends)
         for labels, count in sorted(tally.items()):
             engines.add_metric(list(labels), count)
         for backend in self._fleet.backends:
             inflight.add_metric([backend.role, backend.name], self._loads.inflight.get(backend.name, 0))
+            now = self._loads.state(backend)
+            for state in State:
+                breakers.add_metric([backend.role, backend.name, state.value], state is now)
+        for (role, reason), count in sorted(self._loads.opened.items()):
+            opened.add_metric([role, reason], count)
         yield engines
         yield inflight
+        yield breakers
+        yield opened

@@ -36,7 +36,7 @@ _KNOWN = _Bound(factor=1.5, floor=8)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a replica knows of its engines: turns in flight by pod, and pods that could not be reached just now."""
+    """What a replica knows of its engines: turns in flight by pod, and pods that its breakers keep turns away from."""
 
     inflight: Mapping[str, int]
     suspects: Collection[str] = ()

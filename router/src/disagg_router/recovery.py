@@ -8,6 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from disagg_router.breaker import Blame
+
 
 class Failure(enum.Enum):
     """Why an attempt failed. The value is the `reason` of metrics and logs."""
@@ -16,7 +18,8 @@ class Failure(enum.Enum):
     PREFILL_REFUSED = (
         "prefill_refused"  # a 4xx: an option that prefill does not take, or the client's own mistake
     )
-    PREFILL_BROKE = "prefill_broke"  # a 5xx, or its connection ended
+    PREFILL_BROKE = "prefill_broke"  # its connection ended, or what it sent is not HTTP
+    PREFILL_ERROR = "prefill_error"  # a 5xx
     PREFILL_DEADLINE = "prefill_deadline"
     DECODE_UNREACHABLE = "decode_unreachable"
     DECODE_BROKE = "decode_broke"  # its connection ended, or what it sent is not HTTP
@@ -26,6 +29,20 @@ class Failure(enum.Enum):
     @property
     def of_prefill(self) -> bool:
         return self.name.startswith("PREFILL")
+
+
+_BROKEN = frozenset(
+    {Failure.PREFILL_UNREACHABLE, Failure.PREFILL_BROKE, Failure.DECODE_UNREACHABLE, Failure.DECODE_BROKE}
+)
+
+
+def blame(failure: Failure, *, streamed: bool) -> Blame:
+    """What a failed leg says about the engine that it was on."""
+    if failure is Failure.PREFILL_REFUSED:
+        return Blame.NONE
+    if failure is Failure.DECODE_DEADLINE and not streamed:
+        return Blame.NONE  # an answer that comes as a whole may be late because it is long
+    return Blame.FULL if failure in _BROKEN else Blame.SOME
 
 
 class Action(enum.Enum):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable
 
 from disagg_router import legs
 from disagg_router.admin import Admin
@@ -28,14 +29,17 @@ _log = logging.getLogger(__name__)
 class Router:
     """Use `start`, then `drain`, then `stop`. Ports are known after `start`."""
 
-    def __init__(self, config: Config, host: str = "0.0.0.0") -> None:
+    def __init__(
+        self, config: Config, host: str = "0.0.0.0", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.config = config
         self.fleet = Fleet()
-        self.loads = LoadTable(time.monotonic)
+        self.loads = LoadTable(clock)
         self.metrics = Metrics(self.fleet, self.loads)
         self.admin = Admin(self.fleet, self.metrics)
         self.port = 0
         self._host = host
+        self._clock = clock
         self._connections = Connections()
         self._pool: EnginePool | None = None
         self._dismissals: Dismissals | None = None
@@ -61,9 +65,9 @@ class Router:
             self.config,
             self.fleet,
             engines,
-            Memory(time.monotonic),
+            Memory(self._clock),
             self.metrics,
-            time.monotonic,
+            self._clock,
             _new_id,
         )
         app = App(self.config, self.fleet, turns, self.metrics)

@@ -133,6 +133,8 @@ class Turns:
                 if outcome.failure is None:
                     assert outcome.answer is not None
                     await self._relay(turn, exchange, plan, outcome.answer)
+                    if turn.broken is not None:
+                        attempt.broke_off()
                     return
                 action = self._after(turn, outcome.failure)
                 self._note_failure(turn, plan, outcome, action)
@@ -144,7 +146,7 @@ class Turns:
         self._respond(turn, exchange, not_ready(f"No engine can take this request: {why}."))
 
     def _pick(self, turn: _Turn) -> Choice | None:
-        load = self._engines.loads.snapshot()
+        load = self._engines.loads.snapshot(self._fleet.backends)
         choice = choose(self._fleet.backends, turn.session, turn.last, load, turn.avoid)
         if choice is not None:
             self._metrics.picks.labels("decode", choice.decode_reason).inc()
@@ -174,7 +176,7 @@ class Turns:
             self._fleet.backends,
             turn.session,
             turn.last,
-            self._engines.loads.snapshot(),
+            self._engines.loads.snapshot(self._fleet.backends),
             turn.avoid | {turn.choice.decode.name},
         )
         facts = AttemptFacts(
