@@ -149,9 +149,10 @@ async def make_stack() -> AsyncIterator[MakeStack]:
         router = Router(
             make_config(**changes), host="127.0.0.1", clock=lambda: time.monotonic() + stack.ahead
         )
-        stack = Stack(
-            router, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)), prefill, decode, backends
+        client = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=15), connector=aiohttp.TCPConnector(limit=0)
         )
+        stack = Stack(router, client, prefill, decode, backends)
         await router.start(FixedSource(backends))
         stacks.append(stack)
         await until(lambda: router.fleet.synced, "the router has its engines")

@@ -6,7 +6,7 @@ the labels of a headless Service to its slices, so a slice says itself which rol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,15 +91,18 @@ def _http_port(ports: Iterable[Mapping[str, Any]], default: int) -> int:
 
 
 class Fleet:
-    """The engines as last seen; the one place that discovery writes and turns read."""
+    """The engines as last seen; the one place that discovery writes and turns read. `watchers` hear of every change."""
 
     def __init__(self) -> None:
         self.backends: tuple[Backend, ...] = ()
         self.synced = False
+        self.watchers: list[Callable[[], None]] = []
 
     def publish(self, backends: tuple[Backend, ...]) -> None:
         self.backends = backends
         self.synced = True
+        for watcher in self.watchers:
+            watcher()
 
     def why_not_ready(self) -> str | None:
         """None if some revision has both roles ready, else what is missing."""

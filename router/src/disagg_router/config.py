@@ -64,6 +64,23 @@ class Limits(_Part, frozen=True):
     head_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 65536
 
 
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Overload(_Part, frozen=True):
+    """How many turns this replica has under way, and who waits.
+
+    `turns_per_engine` for each ready decode engine: two replicas let as many turns through as vLLM runs at a time on a
+    large GPU by default (1024). Turns above that wait, `wait_seconds` at most, `waiting_turns` of them in all and
+    `waiting_turns_per_session` of any one session.
+    """
+
+    turns_per_engine: _Count = 512
+    waiting_turns: Annotated[int, msgspec.Meta(ge=0)] = 1024
+    waiting_turns_per_session: _Count = 128
+    wait_seconds: _Seconds = 30
+
+
 class Config(_Part, frozen=True):
     version: Literal[1]
     namespace: _Name
@@ -74,6 +91,7 @@ class Config(_Part, frozen=True):
     session: SessionConfig = SessionConfig()
     deadlines: Deadlines = Deadlines()
     limits: Limits = Limits()
+    overload: Overload = Overload()
 
     def http_limits(self) -> HttpLimits:
         return HttpLimits(

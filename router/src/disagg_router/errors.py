@@ -14,6 +14,7 @@ _TYPES = {
     413: "invalid_request_error",
     415: "invalid_request_error",
     417: "invalid_request_error",
+    429: "rate_limit_error",
     431: "invalid_request_error",
     503: "service_unavailable_error",
     504: "timeout_error",
@@ -36,6 +37,11 @@ def error_response(
 
 def model_not_found(name: str) -> Response:
     return error_response(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")
+
+
+def overloaded(status: int, reason: str, code: str, retry_after_seconds: int = 5) -> Response:
+    """More is asked than the engines can do."""
+    return error_response(status, reason, code=code, headers={"retry-after": str(retry_after_seconds)})
 
 
 def not_ready(reason: str, retry_after_seconds: int = 2) -> Response:

@@ -96,6 +96,29 @@ class Metrics:
             ["error"],
             registry=registry,
         )
+        self.running = Gauge(
+            "disagg_router_running_turns", "Turns let in and not yet over.", registry=registry
+        )
+        self.waiting = Gauge(
+            "disagg_router_waiting_turns", "Turns in the queue until others are over.", registry=registry
+        )
+        self.turn_limit = Gauge(
+            "disagg_router_turn_limit",
+            "Turns that may run at a time, by the decode engines that are ready now.",
+            registry=registry,
+        )
+        self.queue_wait = Histogram(
+            "disagg_router_queue_wait_seconds",
+            "How long turns waited before they were let in; those that were not are not in it.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.shed = Counter(
+            "disagg_router_shed_turns",
+            "Turns that were not let in, because a queue was full or the wait too long.",
+            ["reason"],
+            registry=registry,
+        )
         self.connections = Gauge(
             "disagg_router_client_connections", "Open client connections.", registry=registry
         )

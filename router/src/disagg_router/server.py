@@ -16,6 +16,7 @@ from disagg_router.backends import Fleet
 from disagg_router.config import Config
 from disagg_router.discovery import Source
 from disagg_router.dismissal import Dismissals
+from disagg_router.gate import Gate
 from disagg_router.http1 import Connections, EnginePool, ServerConnection
 from disagg_router.load import LoadTable
 from disagg_router.logs import event
@@ -37,6 +38,7 @@ class Router:
         self.loads = LoadTable(clock)
         self.metrics = Metrics(self.fleet, self.loads)
         self.admin = Admin(self.fleet, self.metrics)
+        self.gate = Gate(config.overload, self.fleet, clock)
         self.port = 0
         self._host = host
         self._clock = clock
@@ -46,6 +48,9 @@ class Router:
         self._server: asyncio.Server | None = None
         self._discovery: asyncio.Task[None] | None = None
         self.metrics.connections.set_function(lambda: len(self._connections))
+        self.metrics.running.set_function(lambda: self.gate.running)
+        self.metrics.waiting.set_function(lambda: self.gate.waiting)
+        self.metrics.turn_limit.set_function(lambda: self.gate.limit or 0)
 
     async def start(self, source: Source) -> None:
         """Listen, and follow the engines of `source`. Raises OSError if a port is taken."""
@@ -64,6 +69,7 @@ class Router:
         turns = Turns(
             self.config,
             self.fleet,
+            self.gate,
             engines,
             Memory(self._clock),
             self.metrics,

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from disagg_router import legs
+from disagg_router.admission import Refusal
 from disagg_router.attempt import Attempt, Engines, LegPlan, Outcome
 from disagg_router.backends import Fleet
 from disagg_router.config import Config
-from disagg_router.errors import error_response, model_not_found, not_ready
+from disagg_router.errors import error_response, model_not_found, not_ready, overloaded
+from disagg_router.gate import Gate, OverloadedError
 from disagg_router.http1 import EngineAnswer, Exchange, Response, UpstreamError
 from disagg_router.http1.message import relayed_head
 from disagg_router.logs import event
@@ -36,12 +38,12 @@ class _Turn:
     endpoint: legs.Endpoint
     body: legs.Body
     session: Session
-    last: Placement | None
     started: float
     client_id: str | None
     passed_on: dict[str, str]
     # Why decode computes the prompt itself; None while prefill is to do it.
     local_reason: str | None
+    last: Placement | None = None
     attempts: int = 0
     decode_failures: int = 0
     avoid: set[str] = field(default_factory=set)
@@ -52,6 +54,8 @@ class _Turn:
     answer: EngineAnswer | None = None
     broken: str | None = None
     client_left: bool = False
+    waited: float | None = None  # seconds until it was let in
+    refusal: Refusal | None = None
 
 
 class Turns:
@@ -61,6 +65,7 @@ class Turns:
         self,
         config: Config,
         fleet: Fleet,
+        gate: Gate,
         engines: Engines,
         memory: Memory,
         metrics: Metrics,
@@ -69,6 +74,7 @@ class Turns:
     ) -> None:
         self._config = config
         self._fleet = fleet
+        self._gate = gate
         self._engines = engines
         self._memory = memory
         self._metrics = metrics
@@ -89,7 +95,13 @@ class Turns:
             return
         turn = self._open(endpoint, exchange, body)
         try:
-            await self._run(turn, exchange)
+            async with self._gate.place(turn.session.key) as turn.waited:
+                # Asked for only now: the conversation's turn before may have ended in the meantime.
+                turn.last = self._memory.recall(turn.session.key)
+                await self._run(turn, exchange)
+        except OverloadedError as exc:
+            turn.refusal = exc.refusal
+            self._respond(turn, exchange, self._overloaded(exc.refusal))
         except asyncio.CancelledError:
             turn.client_left = True
             raise
@@ -112,7 +124,6 @@ class Turns:
             endpoint=endpoint,
             body=body,
             session=session,
-            last=self._memory.recall(session.key),
             started=self._clock(),
             client_id=client_id.decode() if client_id and _CLIENT_ID.fullmatch(client_id) else None,
             passed_on={name: value.decode("latin-1") for name, value in passed_on.items() if value},
@@ -269,6 +280,25 @@ class Turns:
             response = error_response(502, f"The engine failed before it answered: {outcome.message}.")
         self._respond(turn, exchange, response)
 
+    def _overloaded(self, refusal: Refusal) -> Response:
+        limits = self._config.overload
+        status, message = {
+            Refusal.QUEUE_FULL: (
+                429,
+                f"All engines are busy and {limits.waiting_turns} requests wait already. Try again later.",
+            ),
+            Refusal.SESSION_QUEUE_FULL: (
+                429,
+                f"All engines are busy and {limits.waiting_turns_per_session} requests of this conversation wait "
+                "already. Send its next request when the ones before are answered.",
+            ),
+            Refusal.QUEUE_DEADLINE: (
+                503,
+                f"All engines were busy for {limits.wait_seconds:g} s. Try again later.",
+            ),
+        }[refusal]
+        return overloaded(status, message, refusal.value)
+
     def _respond(self, turn: _Turn, exchange: Exchange, response: Response) -> None:
         turn.code = response.status
         ids = {"x-request-id": turn.client_id or turn.request_id or self._new_id()}
@@ -286,6 +316,10 @@ class Turns:
             metrics.turns.labels("remote" if turn.local_reason is None else "local").inc()
             if turn.local_reason is not None:
                 metrics.recomputed.labels(turn.local_reason).inc()
+        if turn.waited is not None:
+            metrics.queue_wait.observe(turn.waited)
+        if turn.refusal is not None:
+            metrics.shed.labels(turn.refusal.value).inc()
         if turn.broken is not None:
             metrics.broken.inc()
         choice = turn.choice
@@ -307,6 +341,8 @@ class Turns:
             prefill_by=choice.prefill_reason if choice and turn.local_reason is None else None,
             recomputed=turn.local_reason,
             attempts=turn.attempts,
+            refused=turn.refusal.value if turn.refusal else None,
+            waited_seconds=round(turn.waited, 4) if turn.waited else None,
             first_byte_seconds=None if turn.first_byte is None else round(turn.first_byte, 4),
             seconds=round(seconds, 4),
             body_bytes=turn.answer.body_bytes if turn.answer else None,
