@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,8 @@ from disagg_router.server import Router
 from router.tests.fake_engine import FakeEngine
 
 MODEL = "test/model"
+# For what has to pass in a test; what must not pass in an answer that comes, however busy the machine is.
+SHORT = Deadlines(connect_seconds=60, first_byte_seconds=3, idle_seconds=3, answer_seconds=3)
 
 
 def pytest_asyncio_loop_factories(
@@ -32,7 +33,7 @@ def pytest_asyncio_loop_factories(
     return {"uvloop": uvloop.new_event_loop}
 
 
-_TEST_SECONDS = 60.0
+_TEST_SECONDS = 300.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,7 +53,7 @@ def _bounded(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[No
     return run
 
 
-async def until(holds: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+async def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     """Wait until `holds()`; fail with `what` otherwise."""
     for _ in range(int(seconds / 0.005)):
         if holds():
@@ -68,7 +69,7 @@ def make_config(**changes: Any) -> Config:
         name="test",
         model=Model(name=MODEL),
         ports=Ports(http=0, admin=0),
-        deadlines=Deadlines(connect_seconds=2, first_byte_seconds=20, idle_seconds=20, answer_seconds=20),
+        deadlines=Deadlines(connect_seconds=60, first_byte_seconds=60, idle_seconds=60, answer_seconds=60),
         limits=Limits(body_bytes=4 * 1024 * 1024, head_bytes=16384),
     )
     return msgspec.structs.replace(config, **changes)
@@ -84,7 +85,7 @@ class Stack:
     decodes: list[FakeEngine]
     backends: tuple[Backend, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
-    ahead: float = 0.0  # seconds by which the router's clock is ahead of the machine's
+    ahead: float = 0.0  # what the router takes for the time, in seconds
 
     @property
     def prefill(self) -> FakeEngine:
@@ -146,11 +147,10 @@ async def make_stack() -> AsyncIterator[MakeStack]:
             [backend("prefill", i, engine.port) for i, engine in enumerate(prefill)]
             + [backend("decode", i, engine.port) for i, engine in enumerate(decode)]
         )
-        router = Router(
-            make_config(**changes), host="127.0.0.1", clock=lambda: time.monotonic() + stack.ahead
-        )
+        # Stands still but for what a test moves it, however long that takes.
+        router = Router(make_config(**changes), host="127.0.0.1", clock=lambda: stack.ahead)
         client = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=15), connector=aiohttp.TCPConnector(limit=0)
+            timeout=aiohttp.ClientTimeout(total=120), connector=aiohttp.TCPConnector(limit=0)
         )
         stack = Stack(router, client, prefill, decode, backends)
         await router.start(FixedSource(backends))

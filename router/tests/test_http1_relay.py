@@ -24,8 +24,8 @@ async def read_chunked(client: Client) -> bytes:
     """Take the chunk framing off a body; fails if it ends too early."""
     body = b""
     while True:
-        size = int(await asyncio.wait_for(client.reader.readuntil(b"\r\n"), 10), 16)
-        body += (await asyncio.wait_for(client.reader.readexactly(size + 2), 10))[:-2]
+        size = int(await asyncio.wait_for(client.reader.readuntil(b"\r\n"), 60), 16)
+        body += (await asyncio.wait_for(client.reader.readexactly(size + 2), 60))[:-2]
         if size == 0:
             return body
 
@@ -48,7 +48,7 @@ async def through(pieces: list[bytes], cuts: list[int], cut_short: bool) -> tupl
                 return
 
     async with raw_engine(script) as engine:
-        pool = EnginePool(5, idle_seconds=60)
+        pool = EnginePool(60, idle_seconds=60)
         address = Address("127.0.0.1", engine.port)
 
         async def relay(exchange: Exchange) -> None:

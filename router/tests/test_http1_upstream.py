@@ -42,6 +42,11 @@ def say(answer: bytes, then_close: bool = False) -> Script:
     return script
 
 
+def pool_of_engines() -> EnginePool:
+    """One that neither gives up a connection nor closes it while a test lasts."""
+    return EnginePool(60, idle_seconds=60)
+
+
 def ask(pool: EnginePool, port: int, **kwargs: Any) -> Coroutine[Any, Any, EngineAnswer]:
     address = Address("127.0.0.1", port)
     return pool.ask(address, request_head("POST", "/x", str(address), {}, 2), b"hi", **kwargs)
@@ -64,7 +69,7 @@ async def test_the_end_of_a_body_is_found_however_the_bytes_arrive(framing: str,
         writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
 
     async with raw_engine(script) as engine:
-        pool = EnginePool(2)
+        pool = pool_of_engines()
         got = await ask(pool, engine.port, framing=framing)
         expected = b"data: 0\r\n\r\n0\r\n\r\n" if framing == "decoded" else body
         assert await got.read(1000) == expected
@@ -82,7 +87,7 @@ async def test_content_length_bodies_and_empty_bodies_end_where_they_say() -> No
         (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi", b"hi"),
     ):
         async with raw_engine(say(answer)) as engine:
-            pool = EnginePool(2)
+            pool = pool_of_engines()
             for _ in range(3):
                 got = await ask(pool, engine.port)
                 assert (got.status, await got.read(100)) == (200, body)
@@ -105,7 +110,7 @@ BROKEN = {
 @pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN.keys())
 async def test_an_answer_that_is_not_sound_http_is_broken(answer: bytes) -> None:
     async with raw_engine(say(answer)) as engine:
-        pool = EnginePool(2)
+        pool = pool_of_engines()
         with pytest.raises(BrokenAnswerError):
             await (await ask(pool, engine.port)).read(10_000)
         pool.close()
@@ -121,7 +126,7 @@ async def test_an_answer_that_is_not_sound_http_is_broken(answer: bytes) -> None
 )
 async def test_a_connection_that_ends_before_its_body_breaks_the_answer(answer: bytes) -> None:
     async with raw_engine(say(answer, then_close=True)) as engine:
-        pool = EnginePool(2)
+        pool = pool_of_engines()
         got = await ask(pool, engine.port)
         with pytest.raises(BrokenAnswerError, match="closed the connection after"):
             await got.read(10_000)
@@ -133,7 +138,7 @@ async def test_an_engine_that_closes_before_it_answers_is_broken_not_stale() -> 
         await read_request(reader)
 
     async with raw_engine(script) as engine:
-        pool = EnginePool(2)
+        pool = pool_of_engines()
         with pytest.raises(BrokenAnswerError, match="before it answered"):
             await ask(pool, engine.port)
         assert engine.accepted == 1
@@ -145,7 +150,7 @@ async def test_bytes_behind_an_answer_break_it_and_the_connection_is_not_used_ag
         + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
     )
     async with raw_engine(say(two)) as engine:
-        pool = EnginePool(2)
+        pool = pool_of_engines()
         for _ in range(2):
             with pytest.raises(BrokenAnswerError, match="after the end"):
                 await ask(pool, engine.port)
@@ -169,12 +174,12 @@ async def test_an_unasked_for_answer_on_an_idle_connection_is_never_anybodys() -
             gone.set()
 
     async with raw_engine(script) as engine:
-        pool = EnginePool(2, idle_seconds=60)
+        pool = pool_of_engines()
         first = await ask(pool, engine.port)
         assert await first.read(10) == b"hi"
         pool.release(first)
         released.set()
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(gone.wait(), 60)
         second = await ask(pool, engine.port)
         assert await second.read(10) == b"hi"
         assert engine.accepted == 2
@@ -185,7 +190,7 @@ async def test_connection_close_ends_the_connections_use() -> None:
     async with raw_engine(
         say(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi")
     ) as engine:
-        pool = EnginePool(2)
+        pool = pool_of_engines()
         for _ in range(2):
             got = await ask(pool, engine.port)
             await got.read(10)
@@ -206,11 +211,11 @@ async def test_an_answer_that_was_given_up_is_not_used_again_and_the_engine_sees
             gone.set()
 
     async with raw_engine(script) as engine:
-        pool = EnginePool(2)
+        pool = pool_of_engines()
         got = await ask(pool, engine.port)
         got.close()
         pool.release(got)
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(gone.wait(), 60)
         await ask(pool, engine.port)
         assert engine.accepted == 2
         pool.close()
@@ -228,16 +233,16 @@ async def test_a_whole_answer_that_nobody_wanted_leaves_no_connection_behind() -
             gone.set()
 
     async with raw_engine(script) as engine:
-        pool = EnginePool(2)
+        pool = pool_of_engines()
         got = await ask(pool, engine.port)
         await got.ended
         got.close()
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(gone.wait(), 60)
 
 
 async def test_an_answer_is_given_back_once_only() -> None:
     async with raw_engine(say(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")) as engine:
-        pool = EnginePool(2, idle_seconds=60)
+        pool = pool_of_engines()
         got = await ask(pool, engine.port)
         await got.read(10)
         pool.release(got)
@@ -261,10 +266,10 @@ async def test_cancelling_the_question_closes_the_connection() -> None:
             gone.set()
 
     async with raw_engine(script) as engine:
-        task = asyncio.create_task(ask(EnginePool(2), engine.port))
-        await asyncio.wait_for(asked.wait(), 5)
+        task = asyncio.create_task(ask(pool_of_engines(), engine.port))
+        await asyncio.wait_for(asked.wait(), 60)
         task.cancel()
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(gone.wait(), 60)
 
 
 async def test_a_kept_connection_that_died_meanwhile_is_replaced() -> None:
@@ -275,7 +280,7 @@ async def test_a_kept_connection_that_died_meanwhile_is_replaced() -> None:
         await reader.readuntil(b"\r\n\r\n")
 
     async with raw_engine(script) as engine:
-        pool = EnginePool(2)
+        pool = pool_of_engines()
         for _ in range(3):
             got = await ask(pool, engine.port)
             assert await got.read(10) == b"hi"
@@ -294,25 +299,25 @@ async def test_idle_connections_are_closed_after_a_while() -> None:
         gone.set()
 
     async with raw_engine(script) as engine:
-        pool = EnginePool(2, idle_seconds=0.05)
+        pool = EnginePool(60, idle_seconds=0.05)
         got = await ask(pool, engine.port)
         await got.read(10)
         pool.release(got)
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(gone.wait(), 60)
 
 
 async def test_nobody_listening_is_a_connect_error() -> None:
     async with raw_engine(say(b"")) as engine:
         port = engine.port
     with pytest.raises(ConnectError, match=str(port)):
-        await ask(EnginePool(2), port)
+        await ask(pool_of_engines(), port)
 
 
 async def test_a_body_over_the_readers_limit_is_broken() -> None:
     async with raw_engine(
         say(b"HTTP/1.1 200 OK\r\nContent-Length: 9000000\r\n\r\n" + b"x" * 9_000_000)
     ) as engine:
-        pool = EnginePool(2)
+        pool = pool_of_engines()
         got = await ask(pool, engine.port)
         with pytest.raises(BrokenAnswerError, match="more than 1000 bytes"):
             await got.read(1000)
@@ -329,11 +334,11 @@ async def test_server_sent_comments_are_not_yet_an_answer() -> None:
         await reader.read()
 
     async with raw_engine(script) as engine:
-        task = asyncio.create_task(ask(EnginePool(2), engine.port))
+        task = asyncio.create_task(ask(pool_of_engines(), engine.port))
         done, _ = await asyncio.wait([task], timeout=0.1)
         assert not done
         go_on.set()
-        got = await asyncio.wait_for(task, 5)
+        got = await asyncio.wait_for(task, 60)
         assert await got.read(1000) == chunk(b": keep-alive\n\n") + chunk(b"data: 1\n\n") + b"0\r\n\r\n"
 
 
@@ -353,7 +358,7 @@ async def test_a_slow_client_stops_the_engine_from_being_read() -> None:
     async with raw_engine(script) as engine:
 
         async def relay(exchange: Exchange) -> None:
-            answer = await ask(EnginePool(2), engine.port)
+            answer = await ask(pool_of_engines(), engine.port)
             answers.append(answer)
             head = relayed_head(answer.status, answer.headers, {}, keep_alive=True, decoded=False)
             answer.relay(exchange, head)
@@ -366,7 +371,7 @@ async def test_a_slow_client_stops_the_engine_from_being_read() -> None:
             assert written < total
             received = 0
             while received < total:
-                received += len(await asyncio.wait_for(client.reader.read(1 << 20), 10))
+                received += len(await asyncio.wait_for(client.reader.read(1 << 20), 60))
             await until(lambda: written == total, "the engine could write all")
 
 

@@ -25,7 +25,7 @@ CONFIG = {
     "model": {"name": "m"},
     "ports": {"http": 0, "admin": 0},
 }
-SECONDS = 30.0
+SECONDS = 120.0
 
 
 class Process:

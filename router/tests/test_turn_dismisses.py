@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from disagg_router.config import Deadlines
-from router.tests.conftest import MakeStack, Stack, until
+from router.tests.conftest import SHORT, MakeStack, Stack, until
 from router.tests.fake_engine import FakeEngine, Seen, hang_up, never, refuse
-
-SHORT = Deadlines(connect_seconds=5, first_byte_seconds=1, idle_seconds=1, answer_seconds=1)
 
 
 def dismissed(engine: FakeEngine) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from disagg_router.errors import error_response
 from disagg_router.http1 import Connections, Exchange, HttpLimits, RequestHead, Response, ServerConnection
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class Client:
