@@ -38,6 +38,9 @@ from disagg_connector.protocol import (
 )
 from disagg_connector.scheduler import FastAnswers, Identity
 
+LIMIT = 120
+"""Seconds for what is to come."""
+
 RING = KeyRing(b"c" * 32, b"p" * 32, b"n" * 32)
 
 
@@ -68,19 +71,19 @@ class End:
         if start:
             self.channel.start()
 
-    def ask(self, to: Address, message: Request | None = None, timeout: float = 30.0) -> Reply | None:
+    def ask(self, to: Address, message: Request | None = None, timeout: float = LIMIT) -> Reply | None:
         """The answer to one request."""
         replies: list[Reply | None] = []
         self.channel.request(to, message or Hello(1), timeout, replies.append)
         self.collect(lambda _: bool(replies), timeout + 5)
         return replies[0]
 
-    def next(self, limit: float = 30.0) -> Inbound:
+    def next(self, limit: float = LIMIT) -> Inbound:
         """The next request from a peer; outcomes are run on the way."""
         found = self.collect(lambda inbound: bool(inbound), limit)
         return found[0]
 
-    def collect(self, enough: Callable[[list[Inbound]], bool], limit: float = 30.0) -> list[Inbound]:
+    def collect(self, enough: Callable[[list[Inbound]], bool], limit: float = LIMIT) -> list[Inbound]:
         inbound: list[Inbound] = []
         deadline = time.monotonic() + limit
         while True:
@@ -139,7 +142,7 @@ def raw(address: Address) -> Iterator[Any]:
 def test_a_request_is_answered_by_the_engine_thread(ends: tuple[End, End]) -> None:
     one, other = ends
     replies: list[Reply | None] = []
-    one.channel.request(other.address, Cancel("e", "x", ""), 5, replies.append)
+    one.channel.request(other.address, Cancel("e", "x", ""), LIMIT, replies.append)
     inbound = other.next()
     assert inbound.message == Cancel("e", "x", "")
     other.channel.answer(inbound.token, Released(wrote=True))
@@ -151,7 +154,7 @@ def test_fast_answers_do_not_need_the_engine_thread(ends: tuple[End, End]) -> No
     one, other = ends
     other.fast = lambda message: Accepted()
     replies: list[Reply | None] = []
-    one.channel.request(other.address, Hello(1), 5, replies.append)
+    one.channel.request(other.address, Hello(1), LIMIT, replies.append)
     one.collect(lambda _: bool(replies))
     assert replies == [Accepted()]
     assert not other.channel.has_events
@@ -162,7 +165,7 @@ def test_answers_may_come_in_another_order(ends: tuple[End, End]) -> None:
     replies: dict[str, Reply | None] = {}
 
     def ask(name: str) -> None:
-        one.channel.request(other.address, Cancel("e", name, ""), 5, partial(replies.__setitem__, name))
+        one.channel.request(other.address, Cancel("e", name, ""), LIMIT, partial(replies.__setitem__, name))
 
     ask("a")
     ask("b")
@@ -197,7 +200,7 @@ def test_a_peer_that_starts_later_is_reached(ends: tuple[End, End]) -> None:
             one.channel.request(address, Hello(1), 0.5, replies.append)
             one.collect(lambda _: len(replies) > count)
 
-        while replies[-1] is None and len(replies) < 20:
+        while replies[-1] is None and len(replies) < 200:
             ask()
         assert replies[-1] == Accepted()
     finally:
@@ -222,7 +225,7 @@ def test_garbage_neither_blocks_nor_ends_the_channel(server: End) -> None:
         client.send_multipart([b"one", b"two", b"three"])
         client.send(key.write_request(5, Hello(1)))
         for number in (1, 5):
-            assert client.poll(30_000), f"no answer to message {number}"
+            assert client.poll(LIMIT * 1000), f"no answer to message {number}"
             assert key.read_reply(client.recv()) == (number, Accepted())
         client.send(b"\x00" * (MAX_MESSAGE_BYTES + 10))
     expected = {reason: len(messages) for reason, messages in junk.items()}
@@ -253,7 +256,7 @@ def test_garbage_on_a_channel_without_secrets_is_dropped_too() -> None:
         ):
             client.send(junk)
         client.send(encode(5, Hello(1)))
-        assert client.poll(30_000)
+        assert client.poll(LIMIT * 1000)
         assert decode(client.recv()).seq == 5
         server.collect(lambda _: server.dropped == {"malformed": 6})
 
@@ -276,8 +279,8 @@ def test_a_reply_from_whom_was_not_asked_is_not_taken(server: End) -> None:
     with closing(End()) as liar:
         liar.channel.answer = lambda token, reply: None  # type: ignore[method-assign]
         replies: list[Reply | None] = []
-        server.channel.request(free_address(), Hello(1), 60, lambda reply: replies.append(reply))
-        server.channel.request(liar.address, Hello(1), 60, lambda reply: replies.append(reply))
+        server.channel.request(free_address(), Hello(1), LIMIT, lambda reply: replies.append(reply))
+        server.channel.request(liar.address, Hello(1), LIMIT, lambda reply: replies.append(reply))
         token = liar.next().token
         ControlChannel.answer(liar.channel, token._replace(number=1), Refused("lie", "liar"))
         ControlChannel.answer(liar.channel, token, Accepted())
@@ -299,7 +302,7 @@ def test_what_was_recorded_before_a_restart_is_refused() -> None:
             ConnectorConfig(role="prefill"), "second-boot", identity, Board(time.monotonic)
         )
         client.send(recorded)
-        assert client.poll(30_000)
+        assert client.poll(LIMIT * 1000)
         assert sender.read_reply(client.recv()) == (7, Refused(RESTARTED, "second-boot"))
         assert not second.channel.has_events
 
@@ -309,26 +312,26 @@ FLOOD = 50_000
 
 def test_a_flood_of_strangers_leaves_peers_their_answers(server: End) -> None:
     junk = [os.urandom(100), encode(1, Hello(1)), sealing().write_request(1, Hello(1))[:-1] + b"x"]
-    sent = threading.Event()
+    sent, asked = threading.Event(), threading.Event()
 
     def flood() -> None:
         with raw(server.address) as client:
             for number in range(FLOOD):
                 client.send(junk[number % len(junk)])
+                if number == FLOOD // 2:
+                    asked.wait(LIMIT)
             client.send(sealing().write_request(1, Hello(1)))
-            if client.poll(60_000):
+            if client.poll(LIMIT * 1000):
                 sent.set()
 
     flooding = threading.Thread(target=flood)
     flooding.start()
-    answered = 0
     with closing(End()) as asker:
         while flooding.is_alive():
-            assert asker.ask(server.address, timeout=60) == Accepted()
-            answered += 1
+            assert asker.ask(server.address) == Accepted()
+            asked.set()
     flooding.join()
     assert sent.is_set(), "the last message of the flood was not answered"
-    assert answered > 0
     # Nothing of it has reached the engine thread but the number of what was dropped, once a second.
     inbound = server.collect(lambda _: server.dropped.total() == FLOOD)
     assert inbound == []
@@ -341,7 +344,7 @@ def test_the_engine_thread_takes_a_flood_of_peers_in_parts(server: End) -> None:
         for number in range(FLOOD):
             client.send(codec.write_request(2 * number + 1, Cancel("e", "x", "")))
         client.send(codec.write_request(2 * FLOOD + 1, Hello(1)))
-        assert client.poll(60_000), "the channel has come to the end of the flood"
+        assert client.poll(LIMIT * 1000), "the channel has come to the end of the flood"
     most, taken, events = 0, 0, list[Event]()
     while server.channel.has_events:
         events = server.channel.drain()
@@ -360,7 +363,7 @@ def test_few_large_requests_are_bounded_by_their_bytes(server: End) -> None:
         for number in range(1, 21):
             client.send(codec.write_request(number, large))
         client.send(codec.write_request(100, Hello(1)))
-        assert client.poll(60_000)
+        assert client.poll(LIMIT * 1000)
     inbound = server.collect(lambda _: server.dropped["overload"] >= 10)
     # Ten of 6.8 MB are more than 64 MiB.
     assert (len(inbound), server.dropped["overload"]) == (10, 10)
@@ -388,7 +391,7 @@ def test_an_error_in_an_answer_leaves_the_channel_working(ends: tuple[End, End])
     one.collect(lambda _: bool(replies))
     assert replies == [None]
     other.fast = lambda message: Accepted()
-    one.channel.request(other.address, Hello(1), 5, replies.append)
+    one.channel.request(other.address, Hello(1), LIMIT, replies.append)
     one.collect(lambda _: len(replies) == 2)
     assert replies[1] == Accepted()
 
@@ -404,8 +407,8 @@ def test_a_reply_is_shown_at_once_on_the_channels_thread(ends: tuple[End, End]) 
         assert threading.current_thread().name == "disagg-control"
         shown.set()
 
-    one.channel.request(other.address, Hello(1), 30, replies.append, at_once)
-    assert shown.wait(30), "the inbox has not been drained"
+    one.channel.request(other.address, Hello(1), LIMIT, replies.append, at_once)
+    assert shown.wait(LIMIT), "the inbox has not been drained"
     assert not replies
     one.collect(lambda _: bool(replies))
     assert replies == [Accepted()]
@@ -429,7 +432,7 @@ def test_an_error_of_who_looks_at_once_does_not_swallow_the_reply(ends: tuple[En
     def broken(reply: Reply) -> None:
         raise RuntimeError("no")
 
-    one.channel.request(other.address, Hello(1), 30, replies.append, broken)
+    one.channel.request(other.address, Hello(1), LIMIT, replies.append, broken)
     one.collect(lambda _: bool(replies))
     assert replies == [Accepted()]
 
@@ -453,7 +456,7 @@ def test_other_sockets_are_watched_until_that_is_ended() -> None:
             end.channel.start()
             for words in (b"first", b"bad", b"last", b"unheard"):
                 theirs.send(words)
-            assert enough.wait(30)
+            assert enough.wait(LIMIT)
             end.fast = lambda message: Accepted()
             assert end.ask(end.address) == Accepted(), "the thread has gone round meanwhile"
             assert read == [b"first", b"bad", b"last"]
@@ -462,7 +465,7 @@ def test_other_sockets_are_watched_until_that_is_ended() -> None:
 def test_the_alarm_wakes_the_engine_thread(ends: tuple[End, End]) -> None:
     channel, woken = ends[0].channel, ends[0].woken
     channel.wake_at(time.monotonic() + 0.05)
-    assert woken.wait(5)
+    assert woken.wait(LIMIT)
     assert channel.has_events
 
 
@@ -472,7 +475,7 @@ def test_a_later_alarm_comes_in_its_time_though_nothing_rings_for_it(ends: tuple
     start = time.monotonic()
     channel.wake_at(start + 60)
     channel.wake_at(start + 1.2)
-    assert woken.wait(30)
+    assert woken.wait(LIMIT)
     assert time.monotonic() >= start + 1.2
 
 

@@ -20,7 +20,7 @@ from disagg_connector.protocol import Committed as Taken
 from disagg_connector.ranks import Shard
 from disagg_connector.worker import Worker
 
-LIMIT = 30.0
+LIMIT = 120.0
 
 
 @dataclass
@@ -77,7 +77,7 @@ def test_offer_grant_write_and_commit_happen_without_the_engine_thread() -> None
 
     def prefill_says(message: Request) -> Reply | None:
         if isinstance(message, Offer):
-            return Grant(5, [70, 80], 6, 30)
+            return Grant(5, [70, 80], 6, LIMIT)
         assert isinstance(message, Commit)
         heard.append(message)
         committed.set()
@@ -104,7 +104,7 @@ def test_offer_grant_write_and_commit_happen_without_the_engine_thread() -> None
         me = Peer("d", decode.address, "h", 1, 2, "fp")
         direct.reserve(Reservation("x", peer, 4, (1, 2, 3), 0, time.monotonic(), ended.append))
         offer = Offer("p", 0, "x", me, [b"h" * 32] * 3, 4, "")
-        decode.channel.request(peer.address, offer, 30, lambda reply: None, partial(direct.answered, "x"))
+        decode.channel.request(peer.address, offer, LIMIT, lambda reply: None, partial(direct.answered, "x"))
         assert committed.wait(LIMIT), "nobody has drained decode's inbox"
 
         assert heard == [Commit("p", 6, "x", True, True)]

@@ -22,7 +22,7 @@ from disagg_connector.sending import RESERVED_AT_ONCE
 PEER = Peer("peer", Address("h", 1), "h", 2, 2, "fp")
 JOB = WriteJob("x", PEER, (1, 2), (7, 8), 9.0)
 TALLY = Tally(1, 0, 1, 20, 0.5)
-LIMIT = 30
+LIMIT = 120
 
 
 class Control:

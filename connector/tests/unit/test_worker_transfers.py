@@ -188,7 +188,7 @@ def test_an_order_to_shake_hands_wakes_the_thread() -> None:
     thread.start()
     try:
         setting.worker.submit(Orders(connect=[PEER]))
-        assert asked.wait(5), "it sleeps until there is something to write"
+        assert asked.wait(60), "it sleeps until there is something to write"
     finally:
         setting.worker.stop()
         thread.join()

@@ -73,7 +73,7 @@ class Channel:
     def hear_ranks_until(self, what: Callable[[], bool]) -> None:
         """The control thread's part of the link."""
         while not what():
-            ready, _, _ = select.select(list(self.watched), [], [], 30)
+            ready, _, _ = select.select(list(self.watched), [], [], 120)
             assert ready, "no rank says anything"
             for fd in ready:
                 self.watched[fd]()
@@ -312,6 +312,7 @@ def test_a_turns_end_is_written_and_committed_between_steps(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "RESERVED_AT_MOST", 0.2)
+    monkeypatch.setattr(sending, "RESERVED_SECONDS", 120.0)
     path = engine.step().kv_connector_metadata.orders.link
     orders: queue.Queue[WriteJob] = queue.Queue()
     rank = RankLink(path, 0, lambda job, deadline: orders.put(job))
@@ -322,7 +323,7 @@ def test_a_turns_end_is_written_and_committed_between_steps(
     assert not engine.step().kv_connector_metadata.orders.link, "the ranks are there"
 
     grant(Grant(1, [7, 8], 0, 30.0))
-    job = orders.get(timeout=30)
+    job = orders.get(timeout=120)
     assert (job.xid, len(job.local), job.remote) == (offer.xid, 2, (7, 8))
     rank.tell(offer.xid, Tally(1, 0, 1, 100, 0.001))
     engine.channel.hear_ranks_until(lambda: any(isinstance(m, Commit) for m, _ in engine.channel.sent))
@@ -344,6 +345,7 @@ def test_what_is_reserved_does_not_keep_a_reset_of_the_cache_from_success(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "RESERVED_AT_MOST", 0.2)
+    monkeypatch.setattr(sending, "RESERVED_SECONDS", 120.0)
     rank = RankLink(engine.step().kv_connector_metadata.orders.link, 0, lambda job, deadline: None)
     engine.channel.hear_ranks_until(lambda: bool(engine.half.link.is_ready))
     computed_turn(engine)

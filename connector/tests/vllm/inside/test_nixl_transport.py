@@ -28,7 +28,7 @@ from disagg_connector.protocol import Address, Peer, read_announcement
 compat = load()
 
 CORES = os.sched_getaffinity(0)
-HOST, LIMIT = "127.0.0.1", 60.0
+HOST, LIMIT = "127.0.0.1", 180.0
 BLOCKS, BLOCK, HEADS, HEAD = 8, 32, 2, 32
 LAYERS = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
 

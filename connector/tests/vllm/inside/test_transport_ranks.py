@@ -31,7 +31,7 @@ from disagg_connector.worker import Worker
 
 HOST = "127.0.0.1"
 LAYERS, BLOCKS = 3, 12
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 180
 compat = load()
 
 
