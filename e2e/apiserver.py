@@ -28,8 +28,8 @@ from e2e.cluster.progress import Progress
 from e2e.cluster.shell import wait_until
 
 PROGRAMS = ("etcd", "kube-apiserver", "kubectl")
-_READY_LIMIT_SECONDS = 90.0
-_STOP_LIMIT_SECONDS = 15.0
+_READY_LIMIT_SECONDS = 300.0
+_STOP_LIMIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ApiServer:
     kubeconfig: Path
     kubectl_path: Path
 
-    def kubectl(self, *arguments: str, stdin: str | None = None, limit: float = 60.0) -> Answer:
+    def kubectl(self, *arguments: str, stdin: str | None = None, limit: float = 180.0) -> Answer:
         """Runs kubectl; a failure is an answer, not an exception."""
         command = [str(self.kubectl_path), "--kubeconfig", str(self.kubeconfig), *arguments]
         ended = subprocess.run(
@@ -197,7 +197,7 @@ def _is_ready(port: int, certificate: Path, token: str) -> bool:
     )
     try:
         context = ssl.create_default_context(cafile=str(certificate))
-        with urllib.request.urlopen(request, timeout=5, context=context) as response:
+        with urllib.request.urlopen(request, timeout=30, context=context) as response:
             return int(response.status) == 200
     except (OSError, ssl.SSLError):  # not listening yet, or not ready (urllib's HTTPError is an OSError)
         return False

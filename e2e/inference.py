@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from e2e.cluster.shell import wait_until
 from e2e.demo.conditions import Shown, conditions_of
 from e2e.demo.counters import Counters, read_counters
 
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 KIND = "disagginferences.inference.disagg.dev"
 _HTTP_PORT = 8000
-_DELETE_SECONDS = 180.0
+_DELETE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Inference:
         return next((c for c in conditions_of(self.resource()) if c.type == type_), None)
 
     def wait_condition(
-        self, type_: str, matches: Callable[[Shown], bool], what: str, limit: float = 60.0
+        self, type_: str, matches: Callable[[Shown], bool], what: str, limit: float = 300.0
     ) -> Shown:
         """The condition, once it is there and `matches`.
 
@@ -81,9 +83,19 @@ class Inference:
             error.add_note(self.told())
             raise
 
-    def wait_ready(self, limit: float = 300.0) -> None:
+    def wait_ready(self, limit: float = 900.0) -> None:
         """Wait until `Ready` is true for the object's present generation."""
         self.wait_condition("Ready", lambda c: c.status == "True", "true", limit)
+
+    def wait_served(self, url: str, limit: float = 300.0) -> None:
+        """Wait until the router at `url` has engines to send a turn to: it hears of ready pods a moment later than we do.
+
+        Raises:
+            WaitTimeoutError: it has none in time.
+        """
+        wait_until(
+            lambda: _answers(f"{url}/health"), f"the router of {self.name} to have engines", limit=limit
+        )
 
     def told(self) -> str:
         """All its conditions, a line each."""
@@ -149,3 +161,12 @@ class Inference:
         finally:
             forwarding.terminate()
             forwarding.wait()
+
+
+def _answers(url: str) -> bool:
+    """Whether a GET, past any proxy, is answered with 200."""
+    try:
+        with _DIRECT.open(url, timeout=30) as answer:
+            return bool(answer.status == 200)
+    except OSError:  # urllib's errors are of this kind
+        return False

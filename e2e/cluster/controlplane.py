@@ -17,7 +17,7 @@ from e2e.cluster.pki import API_PORT
 from e2e.cluster.shell import Word, wait_until
 
 _ETCD = "http://127.0.0.1:2379"
-_READY_LIMIT_SECONDS = 120.0
+_READY_LIMIT_SECONDS = 300.0
 # The default of 20 requests a second is what one would measure in a test with hundreds of objects.
 _CLIENT_RATE = ("--kube-api-qps=300", "--kube-api-burst=500")
 
@@ -53,7 +53,7 @@ def is_ready(layout: Layout, network: Network) -> bool:
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trust)
         )
-        with opener.open(url, timeout=2) as response:
+        with opener.open(url, timeout=10) as response:
             return bool(response.status == 200)
     except OSError:
         return False
@@ -113,7 +113,7 @@ def components(daemons: Daemons) -> list[Daemon]:
 def _dns_is_ready(network: Network) -> bool:
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://{network.control_plane}:{dns.READY_PORT}/ready", timeout=2) as response:
+        with opener.open(f"http://{network.control_plane}:{dns.READY_PORT}/ready", timeout=10) as response:
             return bool(response.status == 200)
     except OSError:
         return False

@@ -69,4 +69,4 @@ def add(kubectl: Kubectl, count: int) -> None:
     """Add nodes 0 to count-1 and wait until they are Ready."""
     kubectl.apply(yaml.safe_dump_all([p5en_node(index) for index in range(count)]), "Adding fake p5en nodes")
     names = [f"node/p5en-{index}" for index in range(count)]
-    kubectl("wait", "--for=condition=Ready", "--timeout=60s", *names, doing="Waiting for kwok", timeout=70)
+    kubectl("wait", "--for=condition=Ready", "--timeout=300s", *names, doing="Waiting for kwok", timeout=310)

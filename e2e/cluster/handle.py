@@ -24,7 +24,7 @@ class Cluster:
     """local, kind or existing."""
     kubeconfig: Path
 
-    def kubectl(self, *words: str, stdin: str | None = None, timeout: float = 60.0) -> str:
+    def kubectl(self, *words: str, stdin: str | None = None, timeout: float = 180.0) -> str:
         """Run kubectl and return what it printed.
 
         Raises:
@@ -33,7 +33,7 @@ class Cluster:
         argv: list[Word] = [program("kubectl"), f"--kubeconfig={self.kubeconfig}", *words]
         return run(argv, "Talking to the cluster", stdin=stdin, env=self._environment, timeout=timeout)
 
-    def helm(self, *words: str, timeout: float = 300.0) -> str:
+    def helm(self, *words: str, timeout: float = 600.0) -> str:
         """Run helm and return what it printed; builds it first where neither PATH nor the cache has it.
 
         Raises:
@@ -69,7 +69,7 @@ class Cluster:
         return self.kubectl("apply", "--server-side", "-f", "-", *flags, stdin=text)
 
     def delete(
-        self, manifests: str | Manifest | Sequence[Manifest], *flags: str, timeout: float = 60.0
+        self, manifests: str | Manifest | Sequence[Manifest], *flags: str, timeout: float = 180.0
     ) -> None:
         """Delete what `apply` made and wait until it is gone; what is gone already is no error."""
         if isinstance(manifests, Mapping):
@@ -77,7 +77,7 @@ class Cluster:
         text = manifests if isinstance(manifests, str) else yaml.safe_dump_all(manifests)
         self.kubectl("delete", "--ignore-not-found", "-f", "-", *flags, stdin=text, timeout=timeout)
 
-    def wait_ready(self, resource: str, namespace: str = "default", timeout: float = 60.0) -> None:
+    def wait_ready(self, resource: str, namespace: str = "default", timeout: float = 300.0) -> None:
         """Wait until `resource` (pod/x, deployment/x, statefulset/x) exists and is ready.
 
         Raises:

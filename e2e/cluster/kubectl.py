@@ -16,7 +16,7 @@ class Kubectl:
         self._argv = in_netns(netns, argv) if netns else [str(word) for word in argv]
         self._env = {"KUBECACHEDIR": str(kubeconfig.parent / "kubectl-cache")}
 
-    def __call__(self, *words: str, doing: str, stdin: str | None = None, timeout: float = 60.0) -> str:
+    def __call__(self, *words: str, doing: str, stdin: str | None = None, timeout: float = 180.0) -> str:
         """Run kubectl and return what it printed.
 
         Raises:

@@ -12,7 +12,7 @@ from e2e.cluster.network import Network, bridged_traffic_is_filtered, make_node_
 from e2e.cluster.pki import make_node_client
 from e2e.cluster.shell import Word, in_netns, run, wait_until
 
-_LIMIT_SECONDS = 120
+_LIMIT_SECONDS = 300
 
 
 def start_runtime(

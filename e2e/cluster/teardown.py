@@ -18,7 +18,7 @@ from e2e.cluster.layout import Layout
 from e2e.cluster.shell import run
 
 _NETNS = Path("/run/netns")
-_KILL_LIMIT_SECONDS = 20.0
+_KILL_LIMIT_SECONDS = 60.0
 
 
 def take_down(layout: Layout) -> bool:

@@ -44,7 +44,7 @@ from e2e.images.recipes import ImageError
 REPORT = REPOSITORY / "build" / "reports" / "demo.json"
 IMAGES = ("operator", "router", "connector", "engine-cpu")
 NODES = 2
-READY_SECONDS = 420.0
+READY_SECONDS = 900.0
 _KNOWN = (DemoError, ClusterError, EngineError, ImageError, LookupError, openai.OpenAIError)
 
 
@@ -131,6 +131,7 @@ class Demo:
             stack.inference.router() as url,
             openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
         ):
+            stack.inference.wait_served(url)
             self.progress.say(f"The router answers at {url}/v1; a conversation with {MODEL}:")
             answers = hold_conversation(client, MODEL, QUESTIONS, stack.inference.counters, self.show)
             self.console.print(f"\n[bold]{QUESTIONS[0]}[/]")

@@ -19,7 +19,7 @@ QUESTIONS = (
 ANSWER_TOKENS = 120
 """Upper bound of an answer's length."""
 
-_SETTLE_SECONDS = 20.0
+_SETTLE_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 
 

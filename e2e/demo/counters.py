@@ -13,6 +13,7 @@ _PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 _PUSHED = "disagg_kv_push_tokens_total"
 _INSERTED = "disagg_kv_writeback_inserted_tokens_total"
 _OFFERS = "disagg_kv_writeback_offers_total"
+_PUBLISHED = "disagg_kv_writeback_seconds_count"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Counters:
     d_written_back: int = 0
     """Tokens whose KV decode wrote to prefill."""
     d_offers: int = 0
-    """Write-backs that decode has finished trying, whatever came of them."""
+    """Write-backs of turns' ends that are over: prefill has published them, or was offered them in vain."""
 
     def __sub__(self, before: Self) -> Self:
         return type(self)(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
@@ -46,7 +47,10 @@ def read_counters(prefill: Iterable[str], decode: Iterable[str]) -> Counters:
         p_pushed=_sum(on_prefill, _PUSHED, direction="prefill_to_decode"),
         p_inserted=_sum(on_prefill, _INSERTED),
         d_written_back=_sum(on_decode, _PUSHED, direction="decode_to_prefill"),
-        d_offers=_sum(on_decode, _OFFERS),
+        # An offer that is granted is not over: its blocks are still to be written.
+        d_offers=_sum(on_decode, _PUBLISHED)
+        + _sum(on_decode, _OFFERS)
+        - _sum(on_decode, _OFFERS, result="granted"),
     )
 
 
@@ -64,7 +68,7 @@ _Sample = tuple[str, dict[str, str], float]
 
 
 def _samples(bodies: Iterable[str]) -> list[_Sample]:
-    wanted = {_PROMPT_TOKENS, _PUSHED, _INSERTED, _OFFERS}
+    wanted = {_PROMPT_TOKENS, _PUSHED, _INSERTED, _OFFERS, _PUBLISHED}
     return [
         (sample.name, sample.labels, sample.value)
         for body in bodies

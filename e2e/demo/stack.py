@@ -34,7 +34,7 @@ class Stack:
             *("--namespace", OPERATOR_NAMESPACE, "--create-namespace"),
             *("--values", str(CHART / "values-local.yaml")),
         )
-        self.cluster.kubectl("wait", "--for=condition=Established", f"crd/{KIND}", "--timeout=30s")
+        self.cluster.kubectl("wait", "--for=condition=Established", f"crd/{KIND}", "--timeout=180s")
 
     def apply_example(self) -> None:
         """Apply the DisaggInference, as a user would."""

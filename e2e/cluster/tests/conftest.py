@@ -41,7 +41,7 @@ class Pods:
     def output(self, name: str, code: str, image: str = PYTHON, **spec: Any) -> str:
         """Run Python code in a pod to its end and return what it printed; fails unless it ended well."""
         self.apply(name, code, None, image, **spec)
-        phase = wait_until(lambda: self._settled(name), f"pod {name} to end", limit=60, every=0.3)
+        phase = wait_until(lambda: self._settled(name), f"pod {name} to end", limit=300, every=0.3)
         printed = self.kubectl("logs", name)
         assert phase == "Succeeded", f"pod {name} failed; it printed:\n{printed}"
         return printed
@@ -53,7 +53,7 @@ class Pods:
     def fetch(self, name: str, url: str) -> str:
         """The body that a pod gets from a URL."""
         return self.run_in(
-            name, f"import urllib.request; print(urllib.request.urlopen({url!r}, timeout=5).read().decode())"
+            name, f"import urllib.request; print(urllib.request.urlopen({url!r}, timeout=60).read().decode())"
         )
 
     def _settled(self, name: str) -> str | None:
@@ -87,7 +87,7 @@ def pods(cluster: Cluster) -> Iterator[Pods]:
     """The tests' namespace, with a ServiceAccount so that pods can be created in it."""
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     cluster.kubectl(
-        "wait", "--for=create", "serviceaccount/default", f"--namespace={NAMESPACE}", "--timeout=30s"
+        "wait", "--for=create", "serviceaccount/default", f"--namespace={NAMESPACE}", "--timeout=180s"
     )
     yield Pods(cluster)
     cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")

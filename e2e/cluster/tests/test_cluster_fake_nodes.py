@@ -54,10 +54,10 @@ def test_a_node_holds_sixteen_efa_devices_and_one_pod_too_many_stays_pending(
     assert len({pod["spec"]["nodeName"] for pod in placed if pod}) == len(capacity)
 
     whole_node(pods, names[-1])
-    refused = wait_until(lambda: scheduled(cluster, names[-1]), f"a verdict on {names[-1]}", limit=30)
+    refused = wait_until(lambda: scheduled(cluster, names[-1]), f"a verdict on {names[-1]}", limit=180)
     assert refused["status"] == "False"
     assert "Insufficient vpc.amazonaws.com/efa" in refused["message"]
-    pods.kubectl("delete", "pod", *names, "--wait=true", "--timeout=30s")
+    pods.kubectl("delete", "pod", *names, "--wait=true", "--timeout=180s")
 
 
 def test_an_ordinary_pod_never_lands_on_a_fake_node(cluster: Cluster, pods: Pods) -> None:

@@ -19,7 +19,7 @@ Servers = Sequence[dict[str, Any]]
 def direct(url: str) -> str:
     """The body that this machine gets from a URL, without any proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=5) as answer:
+    with opener.open(url, timeout=60) as answer:
         return str(answer.read().decode()).strip()
 
 
@@ -56,7 +56,7 @@ def test_a_service_spreads_over_nodes_and_reaches_the_caller_itself(servers: Ser
         seen.add(pods.fetch("web-0", url).strip())
         return seen == {"web-0", "web-1"}
 
-    wait_until(both, "the Service to answer from both pods", limit=60)
+    wait_until(both, "the Service to answer from both pods", limit=300)
 
 
 def test_names_resolve_to_services_and_single_pods(servers: Servers, pods: Pods) -> None:
@@ -66,9 +66,9 @@ def test_names_resolve_to_services_and_single_pods(servers: Servers, pods: Pods)
     def resolved(name: str, expected: list[str]) -> Callable[[], bool]:
         return lambda: pods.run_in("web-0", look_up % name).strip() == str(expected)
 
-    wait_until(resolved("web-headless", addresses), "web-headless to resolve to both pods", limit=30)
+    wait_until(resolved("web-headless", addresses), "web-headless to resolve to both pods", limit=180)
     one = f"web-1.web-headless.{servers[1]['metadata']['namespace']}.svc.cluster.local"
-    wait_until(resolved(one, [servers[1]["status"]["podIP"]]), f"{one} to resolve", limit=30)
+    wait_until(resolved(one, [servers[1]["status"]["podIP"]]), f"{one} to resolve", limit=180)
 
 
 def test_this_machine_reaches_pods_and_services(
@@ -84,7 +84,7 @@ def test_a_pod_reaches_the_api_server(pods: Pods) -> None:
     code = (
         "import ssl, urllib.request; root = '/var/run/secrets/kubernetes.io/serviceaccount/'; "
         "trust = ssl.create_default_context(cafile=root + 'ca.crt'); "
-        "print(urllib.request.urlopen('https://kubernetes.default.svc/version', context=trust, timeout=5).read().decode())"
+        "print(urllib.request.urlopen('https://kubernetes.default.svc/version', context=trust, timeout=60).read().decode())"
     )
     assert '"gitVersion"' in pods.output("asks-api", code)
 

@@ -158,7 +158,7 @@ def test_a_cluster_whose_component_died_is_started_anew(clean: Machine) -> None:
     etcd = Daemons(LAYOUT).named("etcd")
     assert etcd is not None
     os.kill(etcd.pid, signal.SIGKILL)
-    wait_until(lambda: not etcd.is_alive, "etcd to be dead", limit=10)
+    wait_until(lambda: not etcd.is_alive, "etcd to be dead", limit=60)
     provider.up(1, Progress(), ["python"])
     start_pod("sleeper")
 
@@ -173,7 +173,7 @@ def test_the_remains_of_a_killed_run_are_replaced_by_a_working_cluster(clean: Ma
     )
     try:
         wait_until(
-            lambda: Daemons(LAYOUT).named(reached), f"the run to start {reached}", limit=60, every=0.01
+            lambda: Daemons(LAYOUT).named(reached), f"the run to start {reached}", limit=300, every=0.01
         )
     finally:
         starting.kill()

@@ -123,7 +123,7 @@ def test_a_dead_process_is_not_alive_before_it_is_buried() -> None:
     assert daemon.is_alive
     child.kill()
     # Not waited for: it stays as a zombie.
-    wait_until(lambda: not daemon.is_alive, "the child to be dead", limit=10)
+    wait_until(lambda: not daemon.is_alive, "the child to be dead", limit=60)
     child.communicate()
 
 

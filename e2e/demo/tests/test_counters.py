@@ -28,12 +28,22 @@ disagg_kv_push_tokens_total{{{ENGINE},direction="decode_to_prefill"}} 96.0
 disagg_kv_writeback_offers_total{{{ENGINE},result="granted"}} 1.0
 disagg_kv_writeback_offers_total{{{ENGINE},result="have"}} 2.0
 """
+PUBLISHED = f"""\
+# TYPE disagg_kv_writeback_seconds histogram
+disagg_kv_writeback_seconds_bucket{{{ENGINE},le="+Inf"}} 1.0
+disagg_kv_writeback_seconds_count{{{ENGINE}}} 1.0
+disagg_kv_writeback_seconds_sum{{{ENGINE}}} 0.25
+"""
 
 
 def test_each_counter_is_read_on_the_role_that_counts_it() -> None:
-    assert read_counters([PREFILL], [DECODE]) == Counters(
+    assert read_counters([PREFILL], [DECODE + PUBLISHED]) == Counters(
         p_computed=86, p_hit=192, p_pushed=192, p_inserted=96, d_written_back=96, d_offers=3
     )
+
+
+def test_an_offer_that_is_granted_is_not_over_before_it_is_published() -> None:
+    assert read_counters([], [DECODE]).d_offers == 2
 
 
 def test_pods_of_a_role_are_summed() -> None:

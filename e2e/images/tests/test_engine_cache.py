@@ -98,7 +98,7 @@ def test_a_second_run_waits_for_the_first_and_builds_nothing(tmp_path: Path) -> 
         built = build_once(target, lambda _: pytest.fail("built a second time"), let_the_first_finish)
     finally:
         proceed.touch()
-        child.join(30)
+        child.join(120)
     assert (built / "content").read_text() == "complete"
     assert said == ["x: another run is building it, waiting for that one"]
 
@@ -108,7 +108,7 @@ def test_the_cache_can_be_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert cache_root() == tmp_path
 
 
-def _wait_for(path: Path, limit_seconds: float = 30) -> None:
+def _wait_for(path: Path, limit_seconds: float = 120) -> None:
     deadline = time.monotonic() + limit_seconds
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear"

@@ -65,7 +65,7 @@ def _ask(engine: Engine, path: str, body: dict[str, object]) -> dict[str, object
     request = urllib.request.Request(
         f"{engine.url}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         return dict(json.load(answer))
 
 
