@@ -156,7 +156,7 @@ def change(name: str, version: str) -> Any:
 
 async def names(kube: Kube, count: int) -> list[str]:
     found: list[str] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         async with contextlib.aclosing(kube.watch("Pod", "a")) as changes:  # type: ignore[type-var]
             async for meta in changes:
                 found.append(meta["name"])

@@ -46,6 +46,16 @@ def operator(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iter
         }
         cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest | body))
     cluster.kubectl("create", "serviceaccount", "keys-test", "-n", "default")
+    account = "--as=system:serviceaccount:default:keys-test"
+    asked = (
+        "auth",
+        "can-i",
+        "update",
+        "disagginferences.inference.disagg.dev",
+        "--subresource=finalizers",
+        "-A",
+    )
+    until(lambda: cluster.server.kubectl(*asked, account).ok, "the API server to know the rights")
     token = cluster.kubectl("create", "token", "keys-test", "-n", "default").strip()
     config = yaml.safe_load(Path(cluster.server.kubeconfig).read_text())
     config["users"] = [{"name": user["name"], "user": {"token": token}} for user in config["users"]]

@@ -47,13 +47,13 @@ def fake_engine() -> Iterator[FakeEngine]:
     yield fake
     fake.server.shutdown()
     fake.server.server_close()
-    thread.join(10)
+    thread.join(60)
 
 
 def wait_for_looks(fake: FakeEngine, looks: int) -> None:
     """Until both engine pods have been looked at so many times more."""
     wanted = fake.reads + 2 * looks
-    until(lambda: fake.reads >= wanted, f"{wanted} reads of the fake engines' page", limit=90)
+    until(lambda: fake.reads >= wanted, f"{wanted} reads of the fake engines' page")
 
 
 def test_a_mismatch_of_running_engines_is_told_once_and_outlives_the_operator(

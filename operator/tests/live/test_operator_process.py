@@ -45,8 +45,10 @@ def test_a_second_one_waits_for_the_lease_and_takes_over(cluster: Cluster, names
         )
         assert not second.is_ready()
         first.process.send_signal(signal.SIGTERM)
-        assert first.process.wait(20) == 0
-        until(second.is_ready, "the second to take over", limit=14)  # released, not run out
+        assert first.process.wait(120) == 0
+        holder = cluster.get("lease", namespace, "disagg")["spec"].get("holderIdentity")
+        assert holder != "first", "it was released and need not run out"
+        until(second.is_ready, "the second to take over")
         cluster.apply(namespace, "demo", spec())
         cluster.wait_for(namespace, "demo", "Ready", "True")
 
@@ -61,7 +63,7 @@ def test_one_that_loses_the_lease_ends(cluster: Cluster, namespace: str) -> None
     with running_operator(cluster, **lease) as operator:
         stolen = '{"spec":{"holderIdentity":"b"}}'
         cluster.kubectl("patch", "lease", "disagg", "-n", namespace, "--type=merge", "-p", stolen)
-        assert operator.process.wait(20) != 0
+        assert operator.process.wait(120) != 0
         assert "no longer ours" in operator.log.read_text()
 
 
@@ -71,11 +73,14 @@ def test_at_rest_it_is_small_and_quiet(cluster: Cluster, namespace: str) -> None
             cluster.apply(namespace, name, spec())
         for name in ("a", "b", "c", "d", "e"):
             cluster.wait_for(namespace, name, "Ready", "True")
-        operator.wait_for_rest()
-        passes, began = operator.passes(), time.monotonic()
-        cpu = operator.metric("process_cpu_seconds_total")
-        time.sleep(10)
-        share = (operator.metric("process_cpu_seconds_total") - cpu) / (time.monotonic() - began)
+        for _ in range(3):  # a look at an object that is due all the same comes once
+            operator.wait_for_rest()
+            passes, began = operator.passes(), time.monotonic()
+            cpu = operator.metric("process_cpu_seconds_total")
+            time.sleep(10)
+            share = (operator.metric("process_cpu_seconds_total") - cpu) / (time.monotonic() - began)
+            if operator.passes() == passes:
+                break
         assert operator.passes() == passes
         assert operator.metric("process_resident_memory_bytes") <= 120 * 2**20
         assert share < 0.05, "an idle process does not spin"
@@ -120,5 +125,5 @@ def test_what_the_api_server_writes_in_other_words_is_not_written_again(
 
 def test_settings_that_are_missing_end_it_with_their_name(cluster: Cluster, tmp_path: Path) -> None:
     with running_operator(cluster, wait=False, ROUTER_IMAGE="") as operator:
-        assert operator.process.wait(30) == 1
+        assert operator.process.wait(120) == 1
         assert "set ROUTER_IMAGE to the router's image" in operator.log.read_text()
