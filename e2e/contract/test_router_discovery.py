@@ -19,6 +19,7 @@ from disagg_operator.naming import Component, Manifest, labels
 from disagg_router.backends import Backend
 from disagg_router.discovery import KubernetesSlices, SliceSource
 from e2e.apiserver import ApiServer, api_server
+from e2e.cluster.shell import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -35,6 +36,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         ):
             applied = running.apply(manifest)
             assert applied.ok, applied.stderr
+        account = f"--as=system:serviceaccount:{NAMESPACE}:{NAME}-router"
+        asked = ("auth", "can-i", "watch", "endpointslices.discovery.k8s.io", f"--namespace={NAMESPACE}")
+        wait_until(
+            lambda: running.kubectl(*asked, account).ok, "the API server to know the rights", limit=120
+        )
         yield running
 
 
@@ -72,7 +78,7 @@ class Seen:
         self.now = {backend.name: backend for backend in backends}
 
     async def until(
-        self, holds: Callable[[dict[str, Backend]], bool], what: str, seconds: float = 20.0
+        self, holds: Callable[[dict[str, Backend]], bool], what: str, seconds: float = 120.0
     ) -> None:
         for _ in range(int(seconds / 0.02)):
             if holds(self.now):

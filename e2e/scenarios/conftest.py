@@ -33,7 +33,7 @@ def operator(cluster: Cluster, provider: Provider, plain_answers: object) -> Sta
     expose_engine(provider, progress, ("smollm2-135m", "tiny-qwen3"))
     stack = Stack(cluster)
     stack.install_operator()
-    cluster.wait_ready("deployment/disagg-disagg-operator", "disagg-system", 60)
+    cluster.wait_ready("deployment/disagg-disagg-operator", "disagg-system")
     return stack
 
 
@@ -43,7 +43,7 @@ def agents(operator: Stack) -> Iterator[Inference]:
     inference = Inference(operator.cluster, "agents")
     operator.cluster.apply(cpu_manifest(inference.name))
     try:
-        inference.wait_ready(300)
+        inference.wait_ready()
         yield inference
     finally:
         inference.delete()

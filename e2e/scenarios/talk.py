@@ -37,7 +37,7 @@ PlainAnswers = dict[Script, tuple[Answer, ...]]
 
 def client_of(url: str) -> openai.OpenAI:
     """The stock client."""
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=180)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
 
 
 def converse(client: openai.OpenAI, script: Sequence[str]) -> Iterator[Answer]:

@@ -24,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     with api_server(tmp_path_factory.mktemp("apiserver")) as running:
         applied = running.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
         assert applied.ok, applied.stderr
-        established = running.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+        established = running.kubectl("wait", "--for=condition=Established", "--timeout=180s", "crd", "--all")
         assert established.ok, established.stderr
         yield running
 
@@ -513,7 +513,7 @@ def test_status_is_written_apart_and_shown_in_columns(server: ApiServer) -> None
     shown = server.kubectl("get", "di", "columns").stdout.splitlines()
     assert shown[0].split() == ["NAME", "READY", "PREFILL", "DECODE", "REUSE%", "MODE", "AGE"]
     assert shown[1].split()[:-1] == ["columns", "False", "1/2", "1/1", "87", "BidirectionalPush"]
-    assert server.kubectl("wait", "--for=condition=Ready=False", "--timeout=5s", "di/columns").ok
+    assert server.kubectl("wait", "--for=condition=Ready=False", "--timeout=60s", "di/columns").ok
 
 
 def test_a_scaler_is_scaled_by_kubectl(server: ApiServer) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from disagg_operator.kube import CHILD_KINDS, RESOURCES
 from e2e.apiserver import Answer, ApiServer, api_server
 from e2e.cluster import binaries
 from e2e.cluster.progress import Progress
+from e2e.cluster.shell import wait_until
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
@@ -51,7 +53,7 @@ class Helm:
             capture_output=True,
             text=True,
             env=self.env,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         return Answer(ended.returncode, ended.stdout, ended.stderr)
@@ -298,8 +300,13 @@ def two_teams(server: ApiServer, helm: Helm) -> ApiServer:
     assert "--set crds.enabled=false" in refused.stderr
     second = install(helm, "team-b", "crds.enabled=false")
     assert second.ok, second.stderr
-    established = server.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+    established = server.kubectl("wait", "--for=condition=Established", "--timeout=180s", "crd", "--all")
     assert established.ok, established.stderr
+    # The API server learns of new rights a moment after it has stored them.
+    for namespace in ("team-a", "team-b"):
+        account = OPERATOR_A.replace("team-a", namespace)
+        may = partial(can, server, account, "patch", "statefulsets.apps", namespace)
+        wait_until(may, f"the operator's rights in {namespace}", limit=120)
     return server
 
 
@@ -414,6 +421,10 @@ def test_uninstalling_one_of_two_equal_releases_leaves_the_other_and_all_models(
         assert two_teams.kubectl("get", "di/qwen3", "-n", namespace).ok
     operator_b = OPERATOR_A.replace("team-a", "team-b")
     assert can(two_teams, operator_b, "patch", "statefulsets.apps", "team-b")
-    assert not can(two_teams, OPERATOR_A, "patch", "statefulsets.apps", "team-a")
+    wait_until(
+        lambda: not can(two_teams, OPERATOR_A, "patch", "statefulsets.apps", "team-a"),
+        "the rights of what was uninstalled to be gone",
+        limit=120,
+    )
     again = install(helm, "team-a")
     assert again.ok, again.stderr
