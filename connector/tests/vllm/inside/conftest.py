@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+
+from connector.tests.vllm.stepped import Engine, running
 
 BLOCK = 32
 
@@ -38,3 +40,10 @@ def make_config() -> Callable[..., Any]:
         return pickle.loads(_made[key])
 
     return make
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """A decode engine's scheduler with the connector, to be stepped by hand."""
+    with running() as made:
+        yield made
