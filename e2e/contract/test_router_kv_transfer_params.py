@@ -29,7 +29,7 @@ def engine(role: Role, params: dict[str, Any]) -> Backend:
 def sent(leg: str, params: dict[str, Any]) -> dict[str, Any]:
     """The params that the router sends on `leg` to engines that are where `params` says."""
     body = legs.parse(b'{"prompt": "hi", "max_tokens": 9}')
-    mode, disagg = legs.MODES["BidirectionalPush"], params["disagg"]
+    mode, disagg = legs.BidirectionalPush(), params["disagg"]
     here = {"host": "10.0.0.9", "control_port": 5700}
     prefill, decode = (
         engine("prefill", disagg.get("prefill", here)),
@@ -41,7 +41,7 @@ def sent(leg: str, params: dict[str, Any]) -> dict[str, Any]:
     elif leg == "dismissal":
         raw = mode.dismissal(disagg["dismiss"])
     else:
-        raw = mode.decode_leg(body, pair)
+        raw = mode.decode_leg(body, mode.beforehand(pair))
     answer: dict[str, Any] = json.loads(raw)["kv_transfer_params"]
     return answer
 

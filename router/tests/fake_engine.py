@@ -109,11 +109,12 @@ def hang_up_after(words: int) -> Script:
 
 @dataclass
 class FakeEngine:
-    """`decode` and `prefill` are the scripts for the two kinds of leg."""
+    """`decode` and `prefill` are the scripts for the two kinds of leg, `render` that for questions about a prompt's tokens."""
 
     words: list[str] = field(default_factory=lambda: ["one", "two", "three"])
     decode: Script = speak
     prefill: Script = speak
+    render: Script = field(default_factory=lambda: refuse(403, "Scale-out endpoints are disabled."))
     seen: list[Seen] = field(default_factory=list)
     active: int = 0
     abandoned: int = 0
@@ -124,6 +125,8 @@ class FakeEngine:
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_post("/v1/chat/completions", self._handle)
         app.router.add_post("/v1/completions", self._handle)
+        app.router.add_post("/v1/chat/completions/render", self._render)
+        app.router.add_post("/v1/completions/render", self._render)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port)
@@ -140,9 +143,11 @@ class FakeEngine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    async def _render(self, request: web.Request) -> web.StreamResponse:
+        return await self.render(self, request, await _read(request))
+
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        seen = Seen(request.path, headers, json.loads((await request.read()).decode(errors="replace")))
+        seen = await _read(request)
         self.seen.append(seen)
         self.active += 1
         try:
@@ -152,3 +157,8 @@ class FakeEngine:
             raise
         finally:
             self.active -= 1
+
+
+async def _read(request: web.Request) -> Seen:
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    return Seen(request.path, headers, json.loads((await request.read()).decode(errors="replace")))

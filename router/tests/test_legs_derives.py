@@ -14,7 +14,8 @@ from disagg_router.http1 import Address
 PREFILL = Backend("p-0", "prefill", "rev1", Address("10.0.0.1", 8000), 5700)
 DECODE = Backend("d-0", "decode", "rev1", Address("10.0.0.2", 8000), 5701)
 PAIR = legs.Pair(PREFILL, DECODE)
-MODE = legs.MODES["BidirectionalPush"]
+MODE = legs.BidirectionalPush()
+TOLD = MODE.beforehand(PAIR)
 
 # Options that shape the prompt: prefill has to see them, or it computes another prompt.
 SHAPING: dict[str, Any] = {
@@ -76,7 +77,7 @@ def parse(**fields: Any) -> legs.Body:
 
 
 def both(body: legs.Body) -> tuple[dict[str, Any], dict[str, Any]]:
-    return json.loads(MODE.prefill_leg(body, PAIR)), json.loads(MODE.decode_leg(body, PAIR))
+    return json.loads(MODE.prefill_leg(body, PAIR)), json.loads(MODE.decode_leg(body, TOLD))
 
 
 @pytest.mark.parametrize("field", SHAPING)
@@ -135,7 +136,7 @@ EVIL = b'{"do_remote_prefill": true}'
 )
 def test_no_spelling_of_transfer_params_survives(text: bytes) -> None:
     body = legs.parse(text % EVIL)
-    for leg in (legs.local_leg(body), MODE.decode_leg(body, PAIR), MODE.prefill_leg(body, PAIR)):
+    for leg in (legs.local_leg(body), MODE.decode_leg(body, TOLD), MODE.prefill_leg(body, PAIR)):
         assert EVIL not in leg
         assert b"ec_transfer" not in leg
     assert b"kv_transfer" not in legs.local_leg(body)
@@ -174,7 +175,7 @@ def test_odd_text_is_passed_on_or_refused_but_never_an_accident(text: bytes) -> 
         body = legs.parse(text)
     except legs.BadBodyError:
         return
-    assert MODE.decode_leg(body, PAIR)
+    assert MODE.decode_leg(body, TOLD)
     assert MODE.prefill_leg(body, PAIR)
 
 

@@ -171,7 +171,7 @@ async def test_a_turn_is_one_structured_log_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "arguments", "words"),
     [
-        ({**CONFIG, "mode": "Pull"}, (), "mode"),
+        ({**CONFIG, "mode": "Teleport"}, (), "mode"),
         (CONFIG, ("--engines", "prefill=nonsense"), "--engines"),
         (CONFIG, (), "kubeconfig"),
     ],

@@ -20,7 +20,7 @@ GOOD: dict[str, Any] = {"version": 1, "namespace": "default", "name": "demo", "m
         ({"name": ""}, ["name"]),
         ({"model": {}}, ["model", "name"]),
         ({"model": {"name": 7}}, ["model.name", "str"]),
-        ({"mode": "Pull"}, ["mode", "Pull"]),
+        ({"mode": "Teleport"}, ["mode", "Teleport"]),
         ({"ports": {"http": 70000}}, ["ports.http", "65535"]),
         ({"ports": {"engine": 0}}, ["ports.engine"]),
         ({"ports": {"htpp": 1}}, ["ports", "htpp"]),

@@ -1,4 +1,7 @@
-"""One attempt at a turn: both legs at once, until decode's answer has begun or the attempt has failed."""
+"""One attempt at a turn: its legs, until decode's answer has begun or the attempt has failed.
+
+Both legs go out at once if the mode knows beforehand what decode has to know of prefill, else decode's after prefill's answer.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,11 @@ from disagg_router import legs
 from disagg_router.backends import Backend
 from disagg_router.breaker import Blame
 from disagg_router.config import Deadlines
+from disagg_router.handles import Handle
 from disagg_router.http1 import ConnectError, EngineAnswer, EnginePool, UpstreamError
 from disagg_router.http1.message import request_head
 from disagg_router.http1.upstream import Framing
+from disagg_router.legs import handback
 from disagg_router.load import Hold, LoadTable
 from disagg_router.logs import event
 from disagg_router.recovery import Failure, blame
@@ -26,6 +31,10 @@ _log = logging.getLogger(__name__)
 
 # Prefill's answer is one token and its usage.
 _PREFILL_ANSWER_BYTES = 1024 * 1024
+# A prompt's tokens, as JSON.
+_RENDERED_BYTES = 64 * 1024 * 1024
+# What a prefill engine that has started anew may have answered to turns with the one before.
+_LOST = frozenset({Failure.PREFILL_UNREACHABLE, Failure.PREFILL_BROKE, Failure.PREFILL_ERROR})
 # Answers that say "I could not", after which another engine may be able to. All others are passed on.
 _ENGINE_ERRORS = frozenset({500, 502, 503, 504})
 # vLLM sends its head before it knows whether the engine can answer; an engine error is then the first event.
@@ -38,12 +47,14 @@ class Engines:
 
     pool: EnginePool
     loads: LoadTable
-    mode: legs.Mode
     deadlines: Deadlines
     count_prompt_tokens: Callable[[int], None]
     count_prefill_failure: Callable[[Failure], None]
-    dismiss: Callable[[Backend, str], None]
-    """Tell a prefill engine that the prompt of the turn with this request id will not be fetched."""
+    count_handle: Callable[[str], None]
+    dismiss: Callable[[Backend, bytes], None]
+    """Send a prefill engine the word that a prompt will not be fetched."""
+    let_finish: Callable[[asyncio.Task[legs.Params]], None]
+    """Keep a prefill leg that outlives its turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,10 @@ class LegPlan:
     holder: Backend | None
     request_id: str
     passed_on: dict[str, str]
-    decoded: bool  # the client cannot take chunked framing
+    decoded: bool  # the answer is wanted without its chunked framing
+    mode: legs.Mode
+    handle: Handle | None = None
+    """KV of the turn before that a decode engine keeps, for prefill to read if this turn continues it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +97,8 @@ class Attempt:
         self._plan = plan
         self._stack = ExitStack()
         self._decode: asyncio.Task[EngineAnswer] | None = None
-        self._prefill: asyncio.Task[None] | None = None
+        self._prefill: asyncio.Task[legs.Params] | None = None
+        self._told: legs.Params | None = None
         self._began = False
         self._hold: Hold
 
@@ -95,10 +110,15 @@ class Attempt:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._prefill is not None:
-            if not self._began and self._plan.prefill is not None and not self._prefill_failed:
+            mode, prefill = self._plan.mode, self._plan.prefill
+            word = mode.dismissal(self._plan.request_id)
+            if word is not None and prefill is not None and not self._began and not self._prefill_failed:
                 # Prefill may have computed the prompt already, and decode's engine may never hear of the turn.
-                self._engines.dismiss(self._plan.prefill, self._plan.request_id)
-            self._prefill.cancel()
+                self._engines.dismiss(prefill, word)
+            if mode.finishes_prefill and self._decode is not None and not self._began:
+                self._engines.let_finish(self._prefill)
+            else:
+                self._prefill.cancel()
         if self._decode is not None:
             if not self._decode.done():
                 self._decode.cancel()
@@ -112,34 +132,67 @@ class Attempt:
         return task is not None and task.done() and not task.cancelled() and task.exception() is not None
 
     async def begin(self) -> Outcome:
-        """Send both legs and wait for decode's answer to begin."""
+        """Send the legs and wait for decode's answer to begin."""
         plan, deadlines = self._plan, self._engines.deadlines
-        self._decode = decode = asyncio.create_task(self._ask_decode())
-        waiting: set[asyncio.Task[EngineAnswer] | asyncio.Task[None]] = {decode}
-        if plan.prefill is not None:
+        if plan.prefill is None:
+            self._decode = asyncio.create_task(self._ask_decode(legs.local_leg(plan.body)))
+        else:
+            self._told = told = plan.mode.beforehand(self._pair(plan.prefill))
+            if told is not None:
+                self._decode = asyncio.create_task(self._ask_decode(plan.mode.decode_leg(plan.body, told)))
             # Held before anything else can be chosen: of two turns only one may be a suspect pod's probe.
             hold = self._engines.loads.hold(plan.prefill)
             self._prefill = asyncio.create_task(self._ask_prefill(plan.prefill, hold))
             self._prefill.add_done_callback(lambda _: hold.give_back())
             self._prefill.add_done_callback(self._prefill_done)
-            waiting.add(self._prefill)
+            if told is None:
+                await asyncio.wait({self._prefill})  # it has a deadline of its own
+                failed = self._prefill_outcome(self._prefill)
+                if failed is not None:
+                    return failed
+                body = plan.mode.decode_leg(plan.body, self._prefill.result())
+                self._decode = asyncio.create_task(self._ask_decode(body))
+        decode = self._decode
+        assert decode is not None
         limit = deadlines.first_byte_seconds if plan.body.streamed else deadlines.answer_seconds
+        waiting: set[asyncio.Task[EngineAnswer] | asyncio.Task[legs.Params]] = {decode}
+        if self._prefill is not None and not self._prefill.done():
+            waiting.add(self._prefill)
         while True:
-            # While prefill computes, its own deadline bounds the wait; decode's runs from prefill's end.
-            timeout = limit if self._prefill not in waiting else None
+            # Decode's deadline runs from prefill's end.
+            prefilling = self._prefill in waiting
+            timeout = self._prefill_patience if prefilling else limit
             done, _ = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if decode in done:
                 return self._judge(decode)
+            if not done and prefilling:
+                assert plan.prefill is not None
+                message = f"prefill {plan.prefill.name} was not done in {timeout:g} s"
+                self._engines.count_prefill_failure(Failure.PREFILL_DEADLINE)
+                return Outcome(Failure.PREFILL_DEADLINE, message=message)
             if not done:
                 message = f"{plan.decode.name} did not answer in {limit:g} s"
                 return self._decode_failed(Failure.DECODE_DEADLINE, message)
             assert self._prefill is not None
-            failed = self._prefill.exception()
-            if isinstance(failed, _PrefillError):
-                return Outcome(failed.failure, message=str(failed))
+            failed = self._prefill_outcome(self._prefill)
             if failed is not None:
-                raise failed
+                return failed
             waiting.discard(self._prefill)
+
+    @property
+    def _prefill_patience(self) -> float | None:
+        """How long the turn waits for a prefill leg that may take longer; None if the leg's own deadline bounds the wait."""
+        seconds = self._engines.deadlines.first_byte_seconds
+        return seconds if self._prefill_limit != seconds else None
+
+    def _prefill_outcome(self, prefill: asyncio.Task[legs.Params]) -> Outcome | None:
+        """The end of the attempt if prefill's leg has failed."""
+        error = prefill.exception()
+        if isinstance(error, _PrefillError):
+            return Outcome(error.failure, message=str(error))
+        if error is not None:
+            raise error
+        return None
 
     def _judge(self, decode: asyncio.Task[EngineAnswer]) -> Outcome:
         plan = self._plan
@@ -168,33 +221,37 @@ class Attempt:
         """Decode's answer, which had begun, did not come to its end."""
         self._hold.failed(Blame.FULL, "broken_answer")
 
-    async def _ask_decode(self) -> EngineAnswer:
+    async def _ask_decode(self, body: bytes) -> EngineAnswer:
         plan = self._plan
-        if plan.prefill is None:
-            body = legs.local_leg(plan.body)
-        else:
-            body = self._engines.mode.decode_leg(plan.body, self._pair(plan.prefill))
-        head = self._head(plan.decode, body)
+        head = self._head(plan.decode, legs.PATHS[plan.endpoint], body)
         framing: Framing = "decoded" if plan.decoded else "raw"
         return await self._engines.pool.ask(plan.decode.address, head, body, framing)
 
-    async def _ask_prefill(self, prefill: Backend, hold: Hold) -> None:
-        """Have prefill compute the prompt, and say of it how it did. Raises _PrefillError."""
+    async def _ask_prefill(self, prefill: Backend, hold: Hold) -> legs.Params:
+        """Have prefill compute the prompt, and say of it how it did; return what decode has to know of it.
+
+        Raises _PrefillError.
+        """
         try:
-            await self._compute_prompt(prefill)
+            params = await self._compute_prompt(prefill)
         except _PrefillError as exc:
             hold.failed(blame(exc.failure, streamed=False), exc.failure.value)
+            if exc.failure in _LOST:
+                self._plan.mode.failed(prefill)
             raise
         hold.succeeded()
+        return params
 
-    async def _compute_prompt(self, prefill: Backend) -> None:
-        engines, seconds = self._engines, self._engines.deadlines.first_byte_seconds
-        body = engines.mode.prefill_leg(self._plan.body, self._pair(prefill))
+    async def _compute_prompt(self, prefill: Backend) -> legs.Params:
+        engines, mode, pair = self._engines, self._plan.mode, self._pair(prefill)
+        limit = self._prefill_limit
         try:
-            async with asyncio.timeout(seconds):
-                status, answer = await self._read_answer(prefill, body)
+            async with asyncio.timeout(limit):
+                body = mode.prefill_leg(self._plan.body, pair, await self._held(prefill))
+                path = legs.PATHS[self._plan.endpoint]
+                status, answer = await self._read_answer(prefill, path, body, _PREFILL_ANSWER_BYTES)
         except TimeoutError:
-            message = f"prefill {prefill.name} was not done in {seconds:g} s"
+            message = f"prefill {prefill.name} was not done in {limit:g} s"
             raise _PrefillError(Failure.PREFILL_DEADLINE, message) from None
         except UpstreamError as exc:
             unreachable = isinstance(exc, ConnectError)
@@ -207,8 +264,48 @@ class Attempt:
         tokens = legs.prompt_tokens(answer)
         if tokens is not None:
             engines.count_prompt_tokens(tokens)
+        try:
+            return mode.heard(pair, answer, self._told)
+        except legs.UnusableAnswerError as exc:
+            raise _PrefillError(Failure.PREFILL_ANSWER, f"prefill {prefill.name}: {exc}") from exc
 
-    def _prefill_done(self, task: asyncio.Task[None]) -> None:
+    @property
+    def _prefill_limit(self) -> float:
+        """How long prefill's leg may take. One that has to run to its end may take longer than its turn waits for it."""
+        deadlines = self._engines.deadlines
+        outlives = self._told is not None and self._plan.mode.finishes_prefill
+        return deadlines.answer_seconds if outlives else deadlines.first_byte_seconds
+
+    async def _held(self, prefill: Backend) -> legs.Params | None:
+        """What decode keeps for prefill to read, if this turn's prompt continues it."""
+        handle, body = self._plan.handle, self._plan.body
+        if handle is None:
+            return None
+        prompt = handback.prompt_in(body)
+        if prompt is None:
+            prompt = await self._rendered(prefill)
+        if prompt is None:
+            self._engines.count_handle("unread")
+        elif handback.continues(handle.kv, prompt):
+            self._engines.count_handle("used")
+            return handle.kv.params
+        else:
+            self._engines.count_handle("other_prompt")
+        return None
+
+    async def _rendered(self, prefill: Backend) -> list[int] | None:
+        """The prompt's tokens, by prefill's word; None if it does not tell."""
+        path = handback.render_path(self._plan.endpoint)
+        try:
+            status, answer = await self._read_answer(
+                prefill, path, handback.render_body(self._plan.body), _RENDERED_BYTES
+            )
+        except UpstreamError as exc:
+            event(_log, logging.DEBUG, "not rendered", request_id=self._plan.request_id, error=str(exc))
+            return None
+        return handback.rendered(answer) if status == 200 else None
+
+    def _prefill_done(self, task: asyncio.Task[legs.Params]) -> None:
         """Count a failure, also one that comes when decode has answered already and nobody waits for prefill."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, _PrefillError):
@@ -217,11 +314,11 @@ class Attempt:
                 _log, logging.DEBUG, "prefill leg failed", request_id=self._plan.request_id, error=str(error)
             )
 
-    async def _read_answer(self, prefill: Backend, body: bytes) -> tuple[int, bytes]:
+    async def _read_answer(self, prefill: Backend, path: str, body: bytes, limit: int) -> tuple[int, bytes]:
         pool = self._engines.pool
-        answer = await pool.ask(prefill.address, self._head(prefill, body), body, "decoded")
+        answer = await pool.ask(prefill.address, self._head(prefill, path, body), body, "decoded")
         try:
-            content = await answer.read(_PREFILL_ANSWER_BYTES)
+            content = await answer.read(limit)
         except BaseException:
             answer.close()
             raise
@@ -231,10 +328,10 @@ class Attempt:
     def _pair(self, prefill: Backend) -> legs.Pair:
         return legs.Pair(prefill, self._plan.decode, self._plan.holder)
 
-    def _head(self, backend: Backend, body: bytes) -> bytes:
+    def _head(self, backend: Backend, path: str, body: bytes) -> bytes:
         fields = {
             "content-type": "application/json",
             "x-request-id": self._plan.request_id,
             **self._plan.passed_on,
         }
-        return request_head("POST", legs.PATHS[self._plan.endpoint], str(backend.address), fields, len(body))
+        return request_head("POST", path, str(backend.address), fields, len(body))

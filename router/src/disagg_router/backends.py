@@ -17,6 +17,7 @@ Role = Literal["prefill", "decode"]
 LABEL_NAME = "inference.disagg.dev/name"
 LABEL_ROLE = "inference.disagg.dev/role"
 LABEL_REVISION = "inference.disagg.dev/revision"
+LABEL_MODE = "inference.disagg.dev/transfer-mode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Backend:
     zone: str = ""
     ready: bool = True
     terminating: bool = False
+    mode: str = ""
+    """How it moves KV; empty if its Service does not say, which means as the router is configured."""
 
     @property
     def takes_turns(self) -> bool:
@@ -76,6 +79,7 @@ def from_slices(
                 # An absent condition means "unknown", to be taken as ready (EndpointConditions.ready).
                 ready=conditions.get("ready") is not False,
                 terminating=conditions.get("terminating") is True,
+                mode=labels.get(LABEL_MODE) or "",
             )
             rank = (backend.takes_turns, family == "IPv4")
             if backend.name not in best or rank > best[backend.name][0]:

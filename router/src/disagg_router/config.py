@@ -81,12 +81,19 @@ class Overload(_Part, frozen=True):
     wait_seconds: _Seconds = 30
 
 
+Mode = Literal["BidirectionalPush", "BidirectionalPull", "Push", "Pull"]
+
+
 class Config(_Part, frozen=True):
+    """`mode` is that of engines that do not say theirs. `decode_retention_seconds`: how long decode engines keep a turn's
+    KV for prefill to read, which they do in mode BidirectionalPull."""
+
     version: Literal[1]
     namespace: _Name
     name: _Name
     model: Model
-    mode: Literal["BidirectionalPush"] = "BidirectionalPush"
+    mode: Mode = "BidirectionalPush"
+    decode_retention_seconds: _Seconds = 480
     ports: Ports = Ports()
     session: SessionConfig = SessionConfig()
     deadlines: Deadlines = Deadlines()

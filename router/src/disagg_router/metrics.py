@@ -80,6 +80,12 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
+        self.handles = Counter(
+            "disagg_router_handles",
+            "KV that decode kept for the next turn's prefill to read (mode BidirectionalPull), by what became of it here.",
+            ["result"],
+            registry=registry,
+        )
         self.broken = Counter(
             "disagg_router_broken_answers",
             "Answers broken off after their first byte, because the engine failed or fell silent.",

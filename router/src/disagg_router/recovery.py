@@ -21,6 +21,7 @@ class Failure(enum.Enum):
     PREFILL_BROKE = "prefill_broke"  # its connection ended, or what it sent is not HTTP
     PREFILL_ERROR = "prefill_error"  # a 5xx
     PREFILL_DEADLINE = "prefill_deadline"
+    PREFILL_ANSWER = "prefill_answer"  # it answered, and decode cannot get the KV by what it said
     DECODE_UNREACHABLE = "decode_unreachable"
     DECODE_BROKE = "decode_broke"  # its connection ended, or what it sent is not HTTP
     DECODE_ERROR = "decode_error"  # a 5xx, or a stream that begins with an engine error
@@ -38,7 +39,7 @@ _BROKEN = frozenset(
 
 def blame(failure: Failure, *, streamed: bool) -> Blame:
     """What a failed leg says about the engine that it was on."""
-    if failure is Failure.PREFILL_REFUSED:
+    if failure in (Failure.PREFILL_REFUSED, Failure.PREFILL_ANSWER):
         return Blame.NONE
     if failure is Failure.DECODE_DEADLINE and not streamed:
         return Blame.NONE  # an answer that comes as a whole may be late because it is long

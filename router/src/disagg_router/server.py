@@ -17,6 +17,7 @@ from disagg_router.config import Config
 from disagg_router.discovery import Source
 from disagg_router.dismissal import Dismissals
 from disagg_router.gate import Gate
+from disagg_router.handles import Handles
 from disagg_router.http1 import Connections, EnginePool, ServerConnection
 from disagg_router.load import LoadTable
 from disagg_router.logs import event
@@ -42,6 +43,8 @@ class Router:
         self.port = 0
         self._host = host
         self._clock = clock
+        self._modes = {name: make() for name, make in legs.MODES.items()}
+        self.fleet.watchers.append(self._tell_modes)
         self._connections = Connections()
         self._pool: EnginePool | None = None
         self._dismissals: Dismissals | None = None
@@ -55,23 +58,25 @@ class Router:
     async def start(self, source: Source) -> None:
         """Listen, and follow the engines of `source`. Raises OSError if a port is taken."""
         self._pool = EnginePool(float(self.config.deadlines.connect_seconds))
-        mode = legs.MODES[self.config.mode]
-        self._dismissals = Dismissals(self._pool, mode, _new_id)
+        self._dismissals = Dismissals(self._pool, _new_id)
         engines = Engines(
             self._pool,
             self.loads,
-            mode,
             self.config.deadlines,
             count_prompt_tokens=self.metrics.prompt_tokens.inc,
             count_prefill_failure=lambda failure: self.metrics.prefill_failures.labels(failure.value).inc(),
+            count_handle=lambda result: self.metrics.handles.labels(result).inc(),
             dismiss=self._dismissals.send,
+            let_finish=self._dismissals.let_finish,
         )
         turns = Turns(
             self.config,
             self.fleet,
             self.gate,
             engines,
+            self._modes,
             Memory(self._clock),
+            Handles(self._clock, float(self.config.decode_retention_seconds)),
             self.metrics,
             self._clock,
             _new_id,
@@ -96,6 +101,10 @@ class Router:
             port=self.port,
             admin_port=self.admin.port,
         )
+
+    def _tell_modes(self) -> None:
+        for mode in self._modes.values():
+            mode.engines(self.fleet.backends)
 
     async def drain(self, delay_seconds: float, grace_seconds: float) -> int:
         """Say "not ready", wait for that to spread, stop listening, and let what is under way finish.

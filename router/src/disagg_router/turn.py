@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from disagg_router import legs
 from disagg_router.admission import Refusal
 from disagg_router.attempt import Attempt, Engines, LegPlan, Outcome
-from disagg_router.backends import Fleet
+from disagg_router.backends import Backend, Fleet
 from disagg_router.config import Config
 from disagg_router.errors import error_response, model_not_found, not_ready, overloaded
 from disagg_router.gate import Gate, OverloadedError
+from disagg_router.handles import Handle, Handles
 from disagg_router.http1 import EngineAnswer, Exchange, Response, UpstreamError
 from disagg_router.http1.message import relayed_head
+from disagg_router.legs.handback import split
 from disagg_router.logs import event
 from disagg_router.metrics import Metrics
 from disagg_router.pick import Choice, choose
@@ -29,6 +31,8 @@ _log = logging.getLogger("disagg_router.turn")
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _PASSED_ON = (b"traceparent", b"tracestate")
 _CLIENT_GONE = 499
+# Of an answer that is read whole, with the tokens of its prompt.
+_ANSWER_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -67,7 +71,9 @@ class Turns:
         fleet: Fleet,
         gate: Gate,
         engines: Engines,
+        modes: Mapping[str, legs.Mode],
         memory: Memory,
+        handles: Handles,
         metrics: Metrics,
         clock: Callable[[], float],
         new_id: Callable[[], str],
@@ -76,7 +82,9 @@ class Turns:
         self._fleet = fleet
         self._gate = gate
         self._engines = engines
+        self._modes = modes
         self._memory = memory
+        self._handles = handles
         self._metrics = metrics
         self._clock = clock
         self._new_id = new_id
@@ -165,19 +173,41 @@ class Turns:
         return choice
 
     def _plan(self, turn: _Turn, choice: Choice, exchange: Exchange) -> LegPlan:
-        if choice.prefill is None and turn.local_reason is None:
-            turn.local_reason = "no_prefill"
-        local = turn.local_reason is not None
+        mode = self._modes.get(choice.decode.mode or self._config.mode)
+        if turn.local_reason is None:
+            turn.local_reason = self._why_local(turn.body, choice, mode)
+        prefill = choice.prefill if turn.local_reason is None else None
+        mode = mode or self._modes[self._config.mode]
+        hands_back = prefill is not None and mode.hands_back
         return LegPlan(
             endpoint=turn.endpoint,
             body=turn.body,
             decode=choice.decode,
-            prefill=None if local else choice.prefill,
+            prefill=prefill,
             holder=choice.holder,
             request_id=turn.request_id,
             passed_on=turn.passed_on,
-            decoded=exchange.request.head.http10,
+            decoded=exchange.request.head.http10 or (hands_back and not turn.body.streamed),
+            mode=mode,
+            handle=self._handle(turn, prefill) if prefill is not None and hands_back else None,
         )
+
+    def _why_local(self, body: legs.Body, choice: Choice, mode: legs.Mode | None) -> str | None:
+        if choice.prefill is None:
+            return "no_prefill"
+        if mode is None:
+            return "unknown_mode"
+        return mode.why_local(body)
+
+    def _handle(self, turn: _Turn, prefill: Backend) -> Handle | None:
+        """What a decode engine keeps of the conversation's last turn, if it is still there to be read by `prefill`."""
+        handle = self._handles.take(turn.session.key)
+        if handle is None:
+            return None
+        if not handle.readable(self._fleet.backends, prefill):
+            self._engines.count_handle("gone")
+            return None
+        return handle
 
     def _after(self, turn: _Turn, failure: Failure) -> Action:
         assert turn.choice is not None
@@ -232,6 +262,15 @@ class Turns:
         turn.first_byte = self._clock() - turn.started
         if answer.status < 400:
             self._remember(turn, plan)
+        if (
+            plan.decoded
+            and answer.status == 200
+            and plan.prefill
+            and plan.mode.hands_back
+            and not turn.body.streamed
+        ):
+            await self._hand_back(turn, exchange, plan, answer)
+            return
         exchange.keep_alive = exchange.may_keep_alive()
         head = relayed_head(
             answer.status,
@@ -246,6 +285,24 @@ class Turns:
             self._engines.pool.release(answer)
         else:
             exchange.abort()
+
+    async def _hand_back(self, turn: _Turn, exchange: Exchange, plan: LegPlan, answer: EngineAnswer) -> None:
+        """Pass on a whole answer, less where decode keeps its KV, which is kept here for the next turn."""
+        seconds = self._config.deadlines.idle_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                content = await answer.read(_ANSWER_BYTES)
+        except (TimeoutError, UpstreamError) as exc:
+            turn.broken = str(exc) or f"decode was silent for {seconds:g} s"
+            message = f"The engine's answer broke off: {turn.broken}."
+            self._respond(turn, exchange, error_response(502, message))
+            return
+        self._engines.pool.release(answer)
+        content, handback = split(turn.body, content)
+        if handback is not None:
+            self._handles.put(turn.session.key, Handle(plan.decode, handback))
+            self._engines.count_handle("kept")
+        self._respond(turn, exchange, Response(answer.status, content))
 
     def _remember(self, turn: _Turn, plan: LegPlan) -> None:
         """Note where the conversation's KV is now. A turn that decode computed leaves prefill's older KV where it was."""

@@ -6,8 +6,9 @@ output taken off, because prefill makes exactly one token and nobody reads it. B
 can stop it and well-formed ones can read another's blocks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from disagg_router.legs.bidirectional_pull import BidirectionalPull
 from disagg_router.legs.bidirectional_push import WIRE_VERSION, BidirectionalPush
 from disagg_router.legs.body import (
     PATHS,
@@ -19,21 +20,33 @@ from disagg_router.legs.body import (
     prompt_tokens,
     why_local,
 )
-from disagg_router.legs.mode import Mode, Pair
+from disagg_router.legs.mode import Mode, Pair, Params, UnusableAnswerError
+from disagg_router.legs.pull import Pull
+from disagg_router.legs.push import Push
 
-MODES: Mapping[str, Mode] = {"BidirectionalPush": BidirectionalPush()}
-"""By the name that the configuration has for them."""
+MODES: Mapping[str, Callable[[], Mode]] = {
+    "BidirectionalPush": BidirectionalPush,
+    "BidirectionalPull": BidirectionalPull,
+    "Push": Push,
+    "Pull": Pull,
+}
+"""What makes a mode, by the name that the configuration has for it."""
 
 __all__ = [
     "MODES",
     "PATHS",
     "WIRE_VERSION",
     "BadBodyError",
+    "BidirectionalPull",
     "BidirectionalPush",
     "Body",
     "Endpoint",
     "Mode",
     "Pair",
+    "Params",
+    "Pull",
+    "Push",
+    "UnusableAnswerError",
     "local_leg",
     "parse",
     "prompt_tokens",

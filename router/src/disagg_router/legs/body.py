@@ -88,6 +88,38 @@ class Body:
         """The `model` field, None if it is absent or no text: the engine judges that."""
         return self.text("model")
 
+    @property
+    def batched(self) -> bool:
+        """Whether there are several prompts in it, which vLLM computes as requests of their own."""
+        raw = bytes(self.fields.get("prompt", b"")).lstrip()
+        if not raw.startswith(b"[") or raw[1:].lstrip()[:1] not in (b'"', b"["):
+            return False
+        try:
+            return len(_list.decode(raw)) > 1
+        except (msgspec.DecodeError, RecursionError):
+            return True
+
+    @property
+    def text_only(self) -> bool:
+        """Whether all messages are plain text; False also if that cannot be told."""
+        raw = self.fields.get("messages")
+        if raw is None:
+            return True
+        try:
+            contents = [message.content for message in _messages.decode(raw)]
+        except (msgspec.DecodeError, RecursionError):
+            return False
+        return all(
+            content is None
+            or isinstance(content, str)
+            or (isinstance(content, list) and all(part.type == "text" for part in content))
+            for content in contents
+        )
+
+    def on(self, name: str) -> bool:
+        """Whether a field is there with a value other than null or false."""
+        return _set(self, name)
+
     def text(self, name: str) -> str | None:
         """A field's value if it is a text, else None."""
         try:
@@ -96,7 +128,17 @@ class Body:
             return None
 
 
+class _Part(msgspec.Struct):
+    type: str
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part] | None = None
+
+
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_list = msgspec.json.Decoder(list[msgspec.Raw])
+_messages = msgspec.json.Decoder(list[_Message])
 _text = msgspec.json.Decoder(str)
 
 
