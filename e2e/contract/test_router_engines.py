@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 
 from e2e.engines import Engine, EngineSpec, Ports, running_all
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 MODEL = "test"
 CONNECTOR = Path(__file__).parents[2] / "connector" / "src"
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 READY_SECONDS = 120.0
 # A crowded machine may compute a turn where its KV was to go, or give its write-back up: the next one shows it.
 MOST_TURNS = 6
@@ -166,6 +167,8 @@ def asker(running: Running, client: aiohttp.ClientSession) -> Asker:
 
 def read_whole(content: bytes) -> dict[str, Any]:
     answer = json.loads(content)
+    if answer["object"] == "response":
+        return read_response(answer)
     choice = answer["choices"][0]
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     return {
@@ -178,11 +181,29 @@ def read_whole(content: bytes) -> dict[str, Any]:
 
 def read_stream(content: bytes) -> dict[str, Any]:
     events = [line.removeprefix("data: ") for line in content.decode().split("\n\n") if line]
+    if events[0].startswith("event: response.created"):
+        return read_response_events(events)
     assert events[-1] == "[DONE]"
     chunks = [json.loads(event) for event in events[:-1]]
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     text = "".join((c["delta"].get("content") or "") if "delta" in c else c["text"] for c in choices)
     return {"text": text, "finish": choices[-1]["finish_reason"], "usage": chunks[-1].get("usage")}
+
+
+def read_response(answer: dict[str, Any]) -> dict[str, Any]:
+    [message] = answer["output"]
+    usage = {name: answer["usage"][name] for name in ("input_tokens", "output_tokens")}
+    return {"text": message["content"][0]["text"], "status": answer["status"], "usage": usage}
+
+
+def read_response_events(events: list[str]) -> dict[str, Any]:
+    said = [json.loads(event.partition("\ndata: ")[2]) for event in events]
+    assert [event["type"] for event in said[:2]] == ["response.created", "response.in_progress"]
+    assert [event["sequence_number"] for event in said] == list(range(len(said)))
+    read = read_response(said[-1]["response"])
+    deltas = [event["delta"] for event in said if event["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == read["text"]
+    return read
 
 
 def prompt(number: int, words: int = 120) -> str:
@@ -238,6 +259,71 @@ async def test_turns_are_those_of_a_plain_engine(asker: Asker, stream: bool) -> 
     assert both_ways, "KV never moved both ways in the last turns"
     recomputed = "disagg_router_recomputed_turns_total"
     assert await asker.metric(asker.running.admin, recomputed) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_are_those_of_a_plain_engine_and_kv_moves(asker: Asker, stream: bool) -> None:
+    said: list[dict[str, Any]] = []
+    both_ways = False
+    for turn in range(MOST_TURNS):
+        said.append({"role": "user", "content": prompt(300 + 10 * stream + turn, 60)})
+        before, written = await asker.moved(), await asker.metric(asker.running.decode.url, WRITTEN_BACK)
+        body = {"model": MODEL, "instructions": prompt(298 + stream, 20), "input": said, "stream": stream}
+        body |= {"temperature": 0, "max_output_tokens": 50, "ignore_eos": True}
+        routed, plain = await asker.both(RESPONSES, body)
+        assert routed == plain
+        assert routed["usage"]["output_tokens"] == 50
+
+        async def written_back(written: float = written) -> bool:
+            return await asker.metric(asker.running.decode.url, WRITTEN_BACK) > written
+
+        both_ways = await becomes(written_back, 60) and await asker.moved() > before
+        said.append({"role": "assistant", "content": routed["text"]})
+        if both_ways and turn >= 2:
+            break
+    assert both_ways, "KV never moved both ways in the last turns"
+    assert await asker.metric(asker.running.admin, "disagg_router_recomputed_turns_total") == 0
+
+
+async def test_a_refused_response_is_dismissed_on_prefill(asker: Asker) -> None:
+    """Prefill takes what decode refuses, since it makes one token only."""
+    running = asker.running
+    for number in range(10):
+        body = {"model": MODEL, "input": prompt(900 + number, 200), "max_output_tokens": 50, "top_p": -1}
+        status, kind, _ = await asker.post(running.router, RESPONSES, body)
+        assert (status, kind) == (400, "application/json")
+
+    async def nothing_is_kept() -> bool:
+        return await asker.metric(running.prefill.url, "vllm:kv_cache_usage_perc") == 0
+
+    await until(nothing_is_kept, "prefill keeps no prompt for a turn that decode refused")
+
+
+async def test_the_openai_client_holds_a_response_conversation(running: Running) -> None:
+    async with openai.AsyncOpenAI(base_url=running.router + "/v1", api_key="none", max_retries=0) as client:
+        first = await client.responses.create(model=MODEL, input=prompt(950), max_output_tokens=16)
+        assert re.fullmatch("resp_[0-9a-f]{32}", first.id)
+        assert first.output_text
+        stream = await client.responses.create(
+            model=MODEL,
+            input=[{"role": "user", "content": prompt(950)}, {"role": "assistant", "content": "so"}],
+            max_output_tokens=16,
+            stream=True,
+        )
+        assert [event.type async for event in stream][-1] == "response.completed"
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+
+
+async def test_text_is_tokenized_and_back_as_by_a_plain_engine(asker: Asker) -> None:
+    body: dict[str, Any] = {"model": MODEL, "prompt": prompt(960)}
+    routed, plain = [
+        json.loads((await asker.post(url, "/tokenize", body))[2])
+        for url in (asker.running.router, asker.running.plain.url)
+    ]
+    assert routed["tokens"] == plain["tokens"]
+    body = {"model": MODEL, "tokens": routed["tokens"]}
+    status, _, content = await asker.post(asker.running.router, "/detokenize", body)
+    assert (status, json.loads(content)["prompt"]) == (200, prompt(960))
 
 
 OPTIONS: dict[str, tuple[str | None, dict[str, Any]]] = {

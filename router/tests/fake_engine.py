@@ -31,6 +31,13 @@ class Seen:
     def request_id(self) -> str:
         return self.headers["x-request-id"]
 
+    @property
+    def engine_id(self) -> str:
+        """What vLLM's front end calls the request in the engine, less its random suffix."""
+        if self.path == "/v1/responses":
+            return f"{self.body['request_id']}_0"
+        return f"chatcmpl-{self.request_id}" if "chat" in self.path else f"cmpl-{self.request_id}-0"
+
 
 Script = Callable[["FakeEngine", web.Request, Seen], Awaitable[web.StreamResponse]]
 
@@ -42,6 +49,10 @@ def sse(text: str) -> bytes:
 
 async def speak(engine: FakeEngine, request: web.Request, seen: Seen) -> web.StreamResponse:
     """Answer with `engine.words`, streamed if the request says so."""
+    if seen.path == "/v1/responses":
+        return await respond(engine, request, seen)
+    if seen.path in ("/tokenize", "/detokenize"):
+        return web.json_response({"count": 2, "tokens": [1, 2]})
     if not seen.body.get("stream"):
         text = " ".join(engine.words)
         message = {"role": "assistant", "content": text}
@@ -57,6 +68,65 @@ async def speak(engine: FakeEngine, request: web.Request, seen: Seen) -> web.Str
     for word in engine.words:
         await response.write(sse(word))
     await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def response_object(engine: FakeEngine, seen: Seen, status: str) -> dict[str, Any]:
+    """The answer of /v1/responses, as far as OpenAI's client needs it."""
+    text = {"type": "output_text", "text": " ".join(engine.words), "annotations": []}
+    message = {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [text],
+    }
+    return {
+        "id": seen.body["request_id"],
+        "object": "response",
+        "created_at": 1,
+        "model": seen.body.get("model", ""),
+        "status": status,
+        "output": [message] if status == "completed" else [],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": 7,
+            "output_tokens": len(engine.words),
+            "total_tokens": 9,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+
+
+async def write_event(stream: web.StreamResponse, name: str, **fields: Any) -> None:
+    text = json.dumps({"type": name, **fields})
+    await stream.write(f"event: {name}\ndata: {text}\n\n".encode())
+
+
+async def begin_response(engine: FakeEngine, request: web.Request, seen: Seen) -> web.StreamResponse:
+    """Start a stream of /v1/responses as vLLM does: with two events that come before the engine is asked."""
+    response = await start_stream(request)
+    for number, name in enumerate(("response.created", "response.in_progress")):
+        begun = response_object(engine, seen, "in_progress")
+        await write_event(response, name, sequence_number=number, response=begun)
+    return response
+
+
+async def respond(engine: FakeEngine, request: web.Request, seen: Seen) -> web.StreamResponse:
+    if not seen.body.get("stream"):
+        return web.json_response(response_object(engine, seen, "completed"))
+    response = await begin_response(engine, request, seen)
+    for number, word in enumerate(engine.words):
+        where = {"item_id": "msg_1", "output_index": 0, "content_index": 0, "logprobs": []}
+        await write_event(
+            response, "response.output_text.delta", sequence_number=number + 2, delta=word, **where
+        )
+    completed = response_object(engine, seen, "completed")
+    await write_event(response, "response.completed", sequence_number=9, response=completed)
     await response.write_eof()
     return response
 
@@ -127,6 +197,9 @@ class FakeEngine:
         app.router.add_post("/v1/completions", self._handle)
         app.router.add_post("/v1/chat/completions/render", self._render)
         app.router.add_post("/v1/completions/render", self._render)
+        app.router.add_post("/v1/responses", self._handle)
+        app.router.add_post("/tokenize", self._handle)
+        app.router.add_post("/detokenize", self._handle)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import openai
 import pytest
 
 from router.tests.conftest import MODEL, Stack
@@ -23,6 +24,22 @@ CHAT = "/v1/chat/completions"
         ("PUT", CHAT, 405, None),
         ("POST", "/health", 405, None),
         ("DELETE", "/v1/models", 405, None),
+        ("HEAD", CHAT, 405, None),
+        ("TRACE", "/health", 405, None),
+        ("DELETE", "/v1/models/test/model", 405, None),
+        ("GET", "/v1/models/nope", 404, "model_not_found"),
+        ("GET", "/v1/models/", 404, "model_not_found"),
+        ("GET", "/v1/modelsx", 404, "unknown_url"),
+        ("POST", "/v1/embeddings", 501, "unsupported_endpoint"),
+        ("POST", "/v1/audio/speech", 501, "unsupported_endpoint"),
+        ("GET", "/v1/responses/resp_1", 501, "unsupported_endpoint"),
+        ("POST", "/v1/responses/resp_1/cancel", 501, "unsupported_endpoint"),
+        ("GET", "/v1/responses", 405, None),
+        ("POST", "/v1/batches", 501, "unsupported_endpoint"),
+        ("POST", "/v1/messages", 501, "unsupported_endpoint"),
+        ("POST", "/v1/load_lora_adapter", 501, "unsupported_endpoint"),
+        ("POST", "/sleep", 404, "unknown_url"),
+        ("POST", "/reset_prefix_cache", 404, "unknown_url"),
     ],
 )
 async def test_wrong_paths_and_methods(
@@ -30,10 +47,12 @@ async def test_wrong_paths_and_methods(
 ) -> None:
     async with stack.client.request(method, stack.url + path) as response:
         assert response.status == status
+        assert ("allow" in response.headers) == (status == 405)
+        if method == "HEAD":
+            return
         error = (await response.json())["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["code"] == code
-        assert ("allow" in response.headers) == (status == 405)
 
 
 async def test_a_body_that_is_not_json_by_its_type_is_a_415(stack: Stack) -> None:
@@ -62,6 +81,43 @@ async def test_the_models_list_needs_no_engine(stack: Stack) -> None:
         answer = await response.json()
     assert answer["object"] == "list"
     assert [(m["id"], m["object"]) for m in answer["data"]] == [(MODEL, "model")]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models/test/model", "/v1/models/test%2Fmodel", "/v1/models/test%2fmodel"]
+)
+async def test_one_model_is_found_however_its_name_is_written(stack: Stack, path: str) -> None:
+    async with connect(stack.router.port) as client:
+        await client.send(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        status, _, body = await client.answer()
+    assert status == 200
+    assert json.loads(body)["id"] == MODEL
+
+
+async def test_the_openai_client_finds_the_model(stack: Stack) -> None:
+    async with openai.AsyncOpenAI(base_url=stack.url + "/v1", api_key="none", max_retries=0) as client:
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("nope")
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.embeddings.create(model=MODEL, input="hi")
+        assert caught.value.status_code == 501
+        assert "embedding" in caught.value.message
+
+
+async def test_head_and_options_are_answered_without_a_body(stack: Stack) -> None:
+    for method, path, allow in (
+        ("HEAD", "/health", None),
+        ("HEAD", "/v1/models", None),
+        ("HEAD", "/v1/models/test/model", None),
+        ("OPTIONS", "/v1/models", "GET, HEAD, OPTIONS"),
+        ("OPTIONS", CHAT, "POST, OPTIONS"),
+    ):
+        async with stack.client.request(method, stack.url + path) as response:
+            assert response.status == 200
+            assert response.headers.get("allow") == allow
+            assert await response.read() == b""
+    assert not stack.decode.seen
 
 
 async def test_health_needs_a_pair_and_says_what_is_missing(stack: Stack) -> None:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from disagg_router.config import Deadlines
 from router.tests.conftest import MODEL, MakeStack, Stack, backend, until
-from router.tests.fake_engine import FakeEngine, Seen, hang_up, never, refuse
+from router.tests.fake_engine import FakeEngine, Seen, hang_up, never, refuse, speak
 from router.tests.fake_upstream import World
 
 MODES = ["Pull", "Push", "BidirectionalPull"]
@@ -354,3 +354,28 @@ async def test_an_answer_that_breaks_off_is_an_honest_error(make_stack: MakeStac
     status, answer = await stack.post(stack.chat())
     assert status == 502
     assert "broke off" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_responses_are_computed_by_decode(make_stack: MakeStack, mode: str, stream: bool) -> None:
+    stack, world = await made(make_stack, mode)
+    stack.decode.decode = speak
+    body = {"model": MODEL, "input": "hi", "stream": stream}
+    status, answer = await stack.post(body, "/v1/responses")
+    assert status == 200
+    assert "one two three" in str(answer)
+    await recomputed(stack, "responses")
+    assert not stack.prefill.seen
+    assert world.read == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_decode_refuses_has_an_end_on_a_connection_that_stays(
+    make_stack: MakeStack, mode: str
+) -> None:
+    stack, _ = await made(make_stack, mode)
+    stack.decode.decode = refuse(400, "too long")
+    for _ in range(2):
+        status, answer = await stack.post(stack.chat())
+        assert (status, answer["error"]["message"]) == (400, "too long")

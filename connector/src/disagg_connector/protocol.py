@@ -383,11 +383,12 @@ def leg_key(request_id: str) -> str:
     return _RANDOM_SUFFIX.sub("", _SAMPLE_PREFIX.sub("", request_id))
 
 
-# What vLLM's front end makes of X-Request-Id: a prefix for the endpoint, and a number for each prompt of a completion.
-_ROUTERS_ID = re.compile(r"^(?:chatcmpl-([0-9a-f]{32})|cmpl-([0-9a-f]{32})-\d+)$")
+# What vLLM's front end makes of the router's id: a prefix for the endpoint, and a number for each prompt of a completion or
+# each request of a response.
+_ROUTERS_ID = re.compile(r"^(?:chatcmpl-([0-9a-f]{32})|cmpl-([0-9a-f]{32})-\d+|resp_([0-9a-f]{32})_\d+)$")
 
 
 def turn_of(key: str) -> str:
     """The router's request id in a leg's key; the key itself if the router did not make it."""
     match = _ROUTERS_ID.match(key)
-    return (match[1] or match[2]) if match else key
+    return (match[1] or match[2] or match[3]) if match else key

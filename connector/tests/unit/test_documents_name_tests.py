@@ -23,7 +23,8 @@ def collect() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in (path for part in PARTS for path in (REPOSITORY / part).rglob("test_*.py")):
         tree = ast.parse(path.read_text())
-        found[path.stem] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        functions = ast.FunctionDef | ast.AsyncFunctionDef
+        found[path.stem] = {node.name for node in ast.walk(tree) if isinstance(node, functions)}
     return found
 
 

@@ -83,4 +83,5 @@ def test_the_routers_id_is_found_in_what_the_front_end_makes_of_it() -> None:
     turn = "0123456789abcdef0123456789abcdef"
     assert turn_of(f"chatcmpl-{turn}") == turn
     assert {turn_of(f"cmpl-{turn}-{prompt}") for prompt in (0, 12)} == {turn}
+    assert turn_of(f"resp_{turn}_0") == turn
     assert turn_of("cmpl-somebody-elses-0") == "cmpl-somebody-elses-0"

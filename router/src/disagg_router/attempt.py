@@ -21,7 +21,7 @@ from disagg_router.config import Deadlines
 from disagg_router.handles import Handle
 from disagg_router.http1 import ConnectError, EngineAnswer, EnginePool, UpstreamError
 from disagg_router.http1.message import request_head
-from disagg_router.http1.upstream import Framing
+from disagg_router.http1.upstream import COMMENTS, Framing, Prelude
 from disagg_router.legs import handback
 from disagg_router.load import Hold, LoadTable
 from disagg_router.logs import event
@@ -39,6 +39,10 @@ _LOST = frozenset({Failure.PREFILL_UNREACHABLE, Failure.PREFILL_BROKE, Failure.P
 _ENGINE_ERRORS = frozenset({500, 502, 503, 504})
 # vLLM sends its head before it knows whether the engine can answer; an engine error is then the first event.
 _STREAM_ERROR = re.compile(rb'(?:\A|\n)data: \{"error":.*?"code":\s*5\d\d', re.DOTALL)
+
+
+# /v1/responses says that it has taken the request before the engine has done anything for it.
+_PRELUDES: dict[legs.Endpoint, Prelude] = {"responses": Prelude(b"response.created", b"response.in_progress")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +229,8 @@ class Attempt:
         plan = self._plan
         head = self._head(plan.decode, legs.PATHS[plan.endpoint], body)
         framing: Framing = "decoded" if plan.decoded else "raw"
-        return await self._engines.pool.ask(plan.decode.address, head, body, framing)
+        prelude = _PRELUDES.get(plan.endpoint, COMMENTS)
+        return await self._engines.pool.ask(plan.decode.address, head, body, framing, prelude)
 
     async def _ask_prefill(self, prefill: Backend, hold: Hold) -> legs.Params:
         """Have prefill compute the prompt, and say of it how it did; return what decode has to know of it.

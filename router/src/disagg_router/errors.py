@@ -16,6 +16,7 @@ _TYPES = {
     417: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
+    501: "invalid_request_error",
     503: "service_unavailable_error",
     504: "timeout_error",
     505: "invalid_request_error",

@@ -96,6 +96,13 @@ def choose(
     return Choice(decode, prefill, holder, decode_reason, prefill_reason)
 
 
+def any_engine(backends: Sequence[Backend], load: Load, avoid: Collection[str] = ()) -> Backend | None:
+    """The ready engine of either role with the fewest turns in flight; suspects only if there is no other."""
+    ready = [b for b in backends if b.takes_turns and b.name not in avoid]
+    candidates = [b for b in ready if b.name not in load.suspects] or ready
+    return min(candidates, key=lambda b: (load.inflight.get(b.name, 0), b.name), default=None)
+
+
 def _decode_candidates(
     decodes: Sequence[Backend], prefills: Sequence[Backend], last: Placement | None
 ) -> Sequence[Backend]:

@@ -22,6 +22,7 @@ from disagg_router.http1 import Connections, EnginePool, ServerConnection
 from disagg_router.load import LoadTable
 from disagg_router.logs import event
 from disagg_router.metrics import Metrics
+from disagg_router.passthrough import Passthrough
 from disagg_router.session import Memory
 from disagg_router.turn import Turns
 
@@ -81,7 +82,8 @@ class Router:
             self._clock,
             _new_id,
         )
-        app = App(self.config, self.fleet, turns, self.metrics)
+        passthrough = Passthrough(self.fleet, engines, self.metrics, _new_id)
+        app = App(self.config, self.fleet, turns, passthrough, self.metrics)
         limits = self.config.http_limits()
         await self.admin.start(self._host, self.config.ports.admin)
         self._server = await asyncio.get_running_loop().create_server(

@@ -36,7 +36,7 @@ class Session:
 
 
 class _Message(msgspec.Struct):
-    role: str
+    role: str = ""  # /v1/responses has items beside messages: calls of tools and what they gave
     content: msgspec.Raw = msgspec.Raw(b"null")
 
 
@@ -65,7 +65,14 @@ def identify(headers: Headers, header_keys: Sequence[str], body: Body) -> Sessio
 
 def _root(body: Body) -> tuple[bytes, bool]:
     """What stays the same in all turns of the conversation, and whether an earlier turn shows in the body."""
+    digest = hashlib.blake2b(digest_size=16)
     raw = body.fields.get("messages")
+    if body.endpoint == "responses":
+        digest.update(bytes(body.fields.get("instructions", b"")))
+        raw = body.fields.get("input", msgspec.Raw(b"null"))
+        if bytes(raw).startswith(b'"'):
+            # A text is what its user says first; in later turns it is a message like any other.
+            raw = msgspec.Raw(b'[{"role":"user","content":' + bytes(raw) + b"}]")
     if raw is None:
         prompt = bytes(body.fields.get("prompt", b""))
         return _digest(prompt[:_PROMPT_ROOT_BYTES]), False
@@ -73,7 +80,6 @@ def _root(body: Body) -> tuple[bytes, bool]:
         messages = _messages.decode(raw)
     except (msgspec.DecodeError, RecursionError):
         return _digest(bytes(raw)), False  # the engine will say what is wrong with it
-    digest = hashlib.blake2b(digest_size=16)
     for message in messages:
         digest.update(message.role.encode())
         digest.update(bytes(message.content))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -17,19 +16,17 @@ from disagg_router.errors import error_response, model_not_found, not_ready, ove
 from disagg_router.gate import Gate, OverloadedError
 from disagg_router.handles import Handle, Handles
 from disagg_router.http1 import EngineAnswer, Exchange, Response, UpstreamError
-from disagg_router.http1.message import relayed_head
 from disagg_router.legs.handback import split
 from disagg_router.logs import event
 from disagg_router.metrics import Metrics
 from disagg_router.pick import Choice, choose
 from disagg_router.recovery import Action, Failure, RetryBudget, next_action
 from disagg_router.recovery import Attempt as AttemptFacts
+from disagg_router.relay import client_id, passed_on, relay
 from disagg_router.session import Memory, Placement, Session, identify
 
 _log = logging.getLogger("disagg_router.turn")
 
-_CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_PASSED_ON = (b"traceparent", b"tracestate")
 _CLIENT_GONE = 499
 # Of an answer that is read whole, with the tokens of its prompt.
 _ANSWER_BYTES = 256 * 1024 * 1024
@@ -93,13 +90,19 @@ class Turns:
     async def serve(self, endpoint: legs.Endpoint, exchange: Exchange) -> None:
         """Answer one request. Cancelled when the client goes, which closes both legs."""
         try:
-            body = legs.parse(exchange.request.body)
+            body = legs.parse(exchange.request.body, endpoint)
         except legs.BadBodyError as exc:
             self._refuse(endpoint, exchange, error_response(400, str(exc)))
             return
         model = body.model
         if model is not None and model != self._config.model.name:
             self._refuse(endpoint, exchange, model_not_found(model))
+            return
+        refused = legs.why_refused(body)
+        if refused is not None:
+            field, message = refused
+            response = error_response(400, message, param=field, code="unsupported_parameter")
+            self._refuse(endpoint, exchange, response)
             return
         turn = self._open(endpoint, exchange, body)
         try:
@@ -126,15 +129,13 @@ class Turns:
     def _open(self, endpoint: legs.Endpoint, exchange: Exchange, body: legs.Body) -> _Turn:
         headers = exchange.request.head.headers
         session = identify(headers, self._config.session.keys, body)
-        client_id = headers.get(b"x-request-id")
-        passed_on = {name.decode(): headers.get(name) for name in _PASSED_ON}
         return _Turn(
             endpoint=endpoint,
             body=body,
             session=session,
             started=self._clock(),
-            client_id=client_id.decode() if client_id and _CLIENT_ID.fullmatch(client_id) else None,
-            passed_on={name: value.decode("latin-1") for name, value in passed_on.items() if value},
+            client_id=client_id(headers),
+            passed_on=passed_on(headers),
             local_reason=legs.why_local(body),
         )
 
@@ -181,7 +182,7 @@ class Turns:
         hands_back = prefill is not None and mode.hands_back
         return LegPlan(
             endpoint=turn.endpoint,
-            body=turn.body,
+            body=turn.body.under(turn.request_id),
             decode=choice.decode,
             prefill=prefill,
             holder=choice.holder,
@@ -271,20 +272,9 @@ class Turns:
         ):
             await self._hand_back(turn, exchange, plan, answer)
             return
-        exchange.keep_alive = exchange.may_keep_alive()
-        head = relayed_head(
-            answer.status,
-            answer.headers,
-            {"x-request-id": turn.client_id or turn.request_id},
-            keep_alive=exchange.keep_alive,
-            decoded=plan.decoded,
-        )
-        answer.relay(exchange, head)
-        turn.broken = await self._to_its_end(answer)
-        if turn.broken is None:
-            self._engines.pool.release(answer)
-        else:
-            exchange.abort()
+        ids = {"x-request-id": turn.client_id or turn.request_id}
+        idle = self._config.deadlines.idle_seconds
+        turn.broken = await relay(exchange, answer, self._engines.pool, ids, idle, plan.decoded)
 
     async def _hand_back(self, turn: _Turn, exchange: Exchange, plan: LegPlan, answer: EngineAnswer) -> None:
         """Pass on a whole answer, less where decode keeps its KV, which is kept here for the next turn."""
@@ -310,20 +300,6 @@ class Turns:
         if prefill is None and turn.last is not None and turn.last.revision == plan.decode.revision:
             prefill = turn.last.prefill
         self._memory.remember(turn.session.key, Placement(plan.decode.revision, plan.decode.name, prefill))
-
-    async def _to_its_end(self, answer: EngineAnswer) -> str | None:
-        """Wait for the end of the answer; None if it is whole, else why it is not."""
-        idle = self._config.deadlines.idle_seconds
-        while True:
-            reads = answer.reads
-            done, _ = await asyncio.wait([answer.ended], timeout=idle)
-            if done:
-                error = answer.ended.exception()
-                if isinstance(error, UpstreamError):
-                    return str(error)
-                return None
-            if answer.reads == reads and not answer.paused:
-                return f"decode was silent for {idle:g} s"
 
     async def _give_up(self, turn: _Turn, exchange: Exchange, plan: LegPlan, outcome: Outcome) -> None:
         if outcome.answer is not None:

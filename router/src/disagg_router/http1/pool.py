@@ -7,10 +7,12 @@ from collections import deque
 
 from disagg_router.http1.message import Address
 from disagg_router.http1.upstream import (
+    COMMENTS,
     ConnectError,
     EngineAnswer,
     EngineConnection,
     Framing,
+    Prelude,
     StaleConnectionError,
 )
 
@@ -30,7 +32,14 @@ class EnginePool:
         self._idle: dict[Address, deque[EngineConnection]] = {}
         self._sweep: asyncio.TimerHandle | None = None
 
-    async def ask(self, address: Address, head: bytes, body: bytes, framing: Framing = "raw") -> EngineAnswer:
+    async def ask(
+        self,
+        address: Address,
+        head: bytes,
+        body: bytes,
+        framing: Framing = "raw",
+        prelude: Prelude = COMMENTS,
+    ) -> EngineAnswer:
         """Send a request and wait until its answer has begun.
 
         Raises ConnectError or BrokenAnswerError. If the caller is cancelled the connection is closed, which tells the
@@ -39,11 +48,11 @@ class EnginePool:
         kept = self._take(address)
         if kept is not None:
             try:
-                return await self._begun(kept.start(head, body, framing))
+                return await self._begun(kept.start(head, body, framing, prelude))
             except StaleConnectionError:
                 pass
         connection = await self._connect(address)
-        return await self._begun(connection.start(head, body, framing))
+        return await self._begun(connection.start(head, body, framing, prelude))
 
     def release(self, answer: EngineAnswer) -> None:
         """Keep the connection of an answer that has ended, if it ended cleanly; else close it."""

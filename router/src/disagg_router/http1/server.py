@@ -366,7 +366,10 @@ class ServerConnection(asyncio.Protocol):
         Closing a socket with unread input makes the kernel send a reset, which may destroy the answer on its way.
         """
         self._state = _State.LINGER
-        self._transport.write(response_head(response, keep_alive=False) + response.body)
+        bodiless = self._head is not None and self._head.method == "HEAD"
+        self._transport.write(
+            response_head(response, keep_alive=False) + (b"" if bodiless else response.body)
+        )
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._arm(self._limits.linger_seconds, self._transport.abort)

@@ -19,11 +19,6 @@ from disagg_router.http1.message import Address, Headers
 _MAX_HEAD = 65536
 # What an answer may hold in memory before somebody relays or reads it on.
 _MAX_UNREAD = 256 * 1024
-# Server-sent comments (`: keep-alive`) say that the engine lives, not that it has begun to answer. A raw body has
-# the chunk's size line before them.
-_RAW_COMMENTS = re.compile(rb"(?:[0-9a-fA-F]+\r\n(?::[^\n]*\n+)+\r\n)+")
-_DECODED_COMMENTS = re.compile(rb"(?::[^\n]*\n+)+")
-
 Framing = Literal["raw", "decoded"]
 
 
@@ -43,6 +38,39 @@ class BrokenAnswerError(UpstreamError):
     """The engine's answer is not HTTP/1.1, or ended before its own end."""
 
 
+class Prelude:
+    """What a stream of server-sent events may begin with before it is an answer.
+
+    Comments (`: keep-alive`) say that the engine lives, and events of these names that it has taken the request; neither
+    says that it has begun to answer.
+    """
+
+    def __init__(self, *events: bytes) -> None:
+        self._starts = (b":", *(b"event: " + name + b"\n" for name in events))
+        named = b"|".join(re.escape(start) for start in self._starts[1:])
+        event = rb":[^\n]*\n+" + (rb"|(?:%s)(?:[^\n]+\n)*\n" % named if named else b"")
+        self._whole = re.compile(rb"(?:%s)*" % event)
+
+    def covers(self, body: bytes) -> bool:
+        """Whether nothing else has come so far, the last event whole or not."""
+        whole = self._whole.match(body)
+        rest = body[whole.end() :] if whole else body
+        return not rest or any(start.startswith(rest) or rest.startswith(start) for start in self._starts)
+
+
+COMMENTS = Prelude()
+
+
+def _payload(chunked: bytes) -> bytes:
+    """What the chunks of a body hold, as far as it has come. The parser has seen that they are chunks."""
+    at, parts = 0, []
+    while (end := chunked.find(b"\r\n", at)) >= 0:
+        size = int(chunked[at:end].partition(b";")[0], 16)
+        parts.append(chunked[end + 2 : end + 2 + size])
+        at = end + 2 + size + 2
+    return b"".join(parts)
+
+
 class EngineConnection(asyncio.Protocol):
     """One socket to an engine. It carries one `EngineAnswer` at a time."""
 
@@ -59,9 +87,9 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is one by duck typing only
 
-    def start(self, head: bytes, body: bytes, framing: Framing) -> EngineAnswer:
+    def start(self, head: bytes, body: bytes, framing: Framing, prelude: Prelude = COMMENTS) -> EngineAnswer:
         """Send a request; the answer takes the bytes that come back."""
-        self._answer = answer = EngineAnswer(self, framing)
+        self._answer = answer = EngineAnswer(self, framing, prelude)
         if self._lost:
             answer.connection_lost(None)
         else:
@@ -118,12 +146,12 @@ class EngineConnection(asyncio.Protocol):
 class EngineAnswer:
     """An engine's answer, from its head to its end.
 
-    `begun` is done when the head and the first piece of the body (or the end) are here, or failed with an
-    `UpstreamError`. `ended` is done when the body is complete, or failed with `BrokenAnswerError`. Until `relay` or `read`
+    `begun` is done when the head and the first piece of the body behind its `prelude` (or the end) are here, or failed with
+    an `UpstreamError`. `ended` is done when the body is complete, or failed with `BrokenAnswerError`. Until `relay` or `read`
     is called the body is kept, and the socket paused once too much of it is.
     """
 
-    def __init__(self, connection: EngineConnection, framing: Framing) -> None:
+    def __init__(self, connection: EngineConnection, framing: Framing, prelude: Prelude) -> None:
         loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -137,6 +165,7 @@ class EngineAnswer:
         self._taken = False
         self._connection = connection
         self._framing = framing
+        self._prelude = prelude
         self._head: bytearray | None = bytearray()
         self._kept: list[bytes] = []
         self._kept_bytes = 0
@@ -260,13 +289,17 @@ class EngineAnswer:
             )
 
     def _is_prelude(self) -> bool:
-        """Whether nothing but server-sent comments has come so far."""
+        """Whether nothing that is an answer has come so far. What is too much to keep is taken for one."""
         if not self._kept:
             return True
+        if self._kept_bytes > _MAX_UNREAD:
+            return False
         if not (self.headers.get(b"content-type") or b"").startswith(b"text/event-stream"):
             return False
-        comments = _DECODED_COMMENTS if self._framing == "decoded" else _RAW_COMMENTS
-        return comments.fullmatch(b"".join(self._kept)) is not None
+        body = b"".join(self._kept)
+        if self._framing == "raw" and self.headers.get(b"transfer-encoding") is not None:
+            body = _payload(body)
+        return self._prelude.covers(body)
 
     def _finish(self) -> None:
         self.reusable = self.reusable and self._connection.usable

@@ -19,6 +19,7 @@ from disagg_router.legs.body import (
     parse,
     prompt_tokens,
     why_local,
+    why_refused,
 )
 from disagg_router.legs.mode import Mode, Pair, Params, UnusableAnswerError
 from disagg_router.legs.pull import Pull
@@ -51,4 +52,5 @@ __all__ = [
     "parse",
     "prompt_tokens",
     "why_local",
+    "why_refused",
 ]

@@ -11,9 +11,13 @@ from typing import Any, Literal
 
 import msgspec
 
-Endpoint = Literal["chat", "completions"]
+Endpoint = Literal["chat", "completions", "responses"]
 
-PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PATHS: dict[Endpoint, str] = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+}
 
 _TRANSFER_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})
 
@@ -38,7 +42,12 @@ _NOT_ON_PREFILL = frozenset(
         "include_stop_str_in_output",
         "thinking_token_budget",
         "repetition_detection",
+        "max_output_tokens",
+        "max_tool_calls",
         # what is reported beside the text
+        "include",
+        "include_reasoning",
+        "enable_response_messages",
         "echo",
         "logprobs",
         "top_logprobs",
@@ -78,6 +87,7 @@ class Body:
     """A client's body: its top-level fields as JSON text, without transfer parameters."""
 
     fields: dict[str, msgspec.Raw]
+    endpoint: Endpoint = "chat"
 
     @property
     def streamed(self) -> bool:
@@ -127,6 +137,17 @@ class Body:
         except (KeyError, msgspec.DecodeError):
             return None
 
+    def under(self, request_id: str) -> Body:
+        """The body of a turn whose legs are joined by this id.
+
+        Where other endpoints take the engine's request id from X-Request-Id, /v1/responses takes it from its body, and
+        the id of its answer with it.
+        """
+        if self.endpoint != "responses":
+            return self
+        named = msgspec.Raw(msgspec.json.encode(f"resp_{request_id}"))
+        return Body({**self.fields, "request_id": named}, self.endpoint)
+
 
 class _Part(msgspec.Struct):
     type: str
@@ -142,7 +163,7 @@ _messages = msgspec.json.Decoder(list[_Message])
 _text = msgspec.json.Decoder(str)
 
 
-def parse(body: bytes) -> Body:
+def parse(body: bytes, endpoint: Endpoint = "chat") -> Body:
     """Read a client's body. Raises BadBodyError."""
     try:
         fields = _object.decode(body)
@@ -154,7 +175,7 @@ def parse(body: bytes) -> Body:
         del fields[name]
     if "vllm_xargs" in fields:
         fields["vllm_xargs"] = _without_transfer_fields(fields["vllm_xargs"])
-    return Body(fields)
+    return Body(fields, endpoint)
 
 
 def _without_transfer_fields(raw: msgspec.Raw) -> msgspec.Raw:
@@ -177,7 +198,12 @@ def why_local(body: Body) -> str | None:
       for them too: always in a chat, with `logprobs` in a text completion.
     - `truncation`: how much is cut may depend on the number of output tokens, which differs between the legs.
     - `prompt_embeds`: no token ids, so nothing to compare a prefix by.
+    - `builtin_tools`: vLLM runs them by itself and goes on with requests of its own making, which prefill never sees.
     """
+    if body.endpoint == "responses":
+        if _set(body, "truncation", but=b'"disabled"'):
+            return "truncation"
+        return "builtin_tools" if _has_builtin_tools(body) else None
     if any(_set(body, name, but=b"1") for name in ("n", "best_of")) or _set(body, "use_beam_search"):
         return "parallel_sampling"
     echoed = _set(body, "echo") and ("messages" in body.fields or _set(body, "logprobs"))
@@ -188,6 +214,37 @@ def why_local(body: Body) -> str | None:
     if _set(body, "prompt_embeds"):
         return "prompt_embeds"
     return None
+
+
+def why_refused(body: Body) -> tuple[str, str] | None:
+    """The field, and what to tell the client, of a request that no engine behind a router can serve; else None."""
+    if body.endpoint != "responses":
+        return None
+    if _set(body, "previous_response_id"):
+        return "previous_response_id", (
+            "Responses are not stored, so there is no previous one: send the whole conversation in `input`."
+        )
+    if _set(body, "background"):
+        return "background", (
+            "Responses are not stored, so one that runs in the background could not be fetched: "
+            "leave `background` out, and use `stream` for long answers."
+        )
+    return None
+
+
+class _Tool(msgspec.Struct):
+    type: str = "function"
+
+
+_tools = msgspec.json.Decoder(list[_Tool] | None)
+
+
+def _has_builtin_tools(body: Body) -> bool:
+    try:
+        tools = _tools.decode(body.fields.get("tools", b"null"))
+    except (msgspec.DecodeError, RecursionError):
+        return True  # whatever it is, decode judges it
+    return any(tool.type != "function" for tool in tools or ())
 
 
 def _set(body: Body, field: str, but: bytes = b"") -> bool:
@@ -208,12 +265,17 @@ def with_params(body: Body, params: Mapping[str, Any] | msgspec.Raw) -> bytes:
 def prompt_only(body: Body, params: Mapping[str, Any] | msgspec.Raw) -> bytes:
     """The same prompt for prefill, which makes exactly one token, with the router's own transfer parameters."""
     kept: dict[str, Any] = {name: raw for name, raw in body.fields.items() if name not in _NOT_ON_PREFILL}
-    kept |= {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
+    if body.endpoint == "responses":
+        kept |= {"max_output_tokens": 1, "store": False}
+    else:
+        kept["max_tokens"] = 1
+    kept |= {"stream": False, "kv_transfer_params": params}
     return msgspec.json.encode(kept)
 
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
+    input_tokens: int | None = None  # what /v1/responses calls it
 
 
 class _PrefillAnswer(msgspec.Struct):
@@ -229,4 +291,6 @@ def prompt_tokens(answer: bytes) -> int | None:
         usage = _prefill_answer.decode(answer).usage
     except (msgspec.DecodeError, RecursionError):
         return None
-    return None if usage is None else usage.prompt_tokens
+    if usage is None:
+        return None
+    return usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens

@@ -40,7 +40,7 @@ def asks_for_tokens(body: Body) -> bool:
 
 def with_tokens(body: Body) -> Body:
     """The body with vLLM's option that makes the answer tell its tokens."""
-    return Body({**body.fields, "return_token_ids": msgspec.Raw(b"true")})
+    return Body({**body.fields, "return_token_ids": msgspec.Raw(b"true")}, body.endpoint)
 
 
 def split(body: Body, answer: bytes) -> tuple[bytes, Handback | None]:

@@ -64,6 +64,13 @@ def read(raw: msgspec.Raw) -> Located:
 
 
 def why_local(body: Body) -> str | None:
-    """`batched_prompts`: of several prompts in one request prefill's answer locates the first one's KV only, and decode
-    would take it for that of all."""
+    """Why decode has to compute this prompt itself.
+
+    - `batched_prompts`: of several prompts in one request prefill's answer locates the first one's KV only, and decode
+      would take it for that of all.
+    - `responses`: nobody has tried how vLLM's connectors take the ids of /v1/responses, and answers of that shape would
+      show where decode keeps its KV.
+    """
+    if body.endpoint == "responses":
+        return "responses"
     return "batched_prompts" if body.batched else None
