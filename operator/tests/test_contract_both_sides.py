@@ -22,12 +22,15 @@ def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
             "session": {"keys": ["X-Conversation", "X-Session-Id"]},
             "deadlines": {"connectSeconds": 2, "firstByteSeconds": 33, "idleSeconds": 44},
             "limits": {"bodyBytes": 2048, "headBytes": 4096},
+            "auth": {"apiKeySecretRef": {"name": "keys", "key": "keys.txt"}},
         }
     )
     file = tmp_path / "router.json"
     file.write_text(json.dumps(router_config("demo", "team-a", spec)))
     config = load(file)
     assert (config.namespace, config.name, config.model.name) == ("team-a", "demo", "org/model")
+    assert config.auth is not None
+    assert config.auth.api_keys_file == "/etc/disagg-keys/api-keys"
     assert config.session.keys == ("X-Conversation", "X-Session-Id")
     assert (config.deadlines.connect_seconds, config.deadlines.first_byte_seconds) == (2, 33)
     assert (config.deadlines.idle_seconds, config.limits.body_bytes, config.limits.head_bytes) == (

@@ -69,11 +69,13 @@ async def router(tmp_path: Path, *arguments: str, config: Any = CONFIG) -> Async
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path, *arguments: str) -> AsyncIterator[tuple[Process, FakeEngine, str]]:
+async def serving(
+    tmp_path: Path, *arguments: str, config: Any = CONFIG
+) -> AsyncIterator[tuple[Process, FakeEngine, str]]:
     prefill, decode = await FakeEngine().start(), await FakeEngine().start()
     engines = f"prefill={prefill.url},decode={decode.url}"
     try:
-        async with router(tmp_path, "--engines", engines, *arguments) as process:
+        async with router(tmp_path, "--engines", engines, *arguments, config=config) as process:
             line = await process.logged("serving")
             yield process, decode, f"http://127.0.0.1:{line['port']}"
     finally:
@@ -168,9 +170,55 @@ async def test_a_turn_is_one_structured_log_line(tmp_path: Path) -> None:
         assert await process.ended() == 0
 
 
+def publish_keys(folder: Path, version: str, text: str) -> None:
+    """Write keys as the kubelet updates a mounted Secret: into a new folder, to which a link then points."""
+    (folder / version).mkdir()
+    (folder / version / "api-keys").write_text(text)
+    (folder / "next").symlink_to(version)
+    (folder / "next").rename(folder / "current")
+    if not (folder / "api-keys").is_symlink():
+        (folder / "api-keys").symlink_to("current/api-keys")
+
+
+async def test_api_keys_are_exchanged_while_the_router_serves(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    publish_keys(folder, "v1", "key-one\nkey-two\n")
+    config = {**CONFIG, "auth": {"apiKeysFile": str(folder / "api-keys")}}
+    async with (
+        serving(tmp_path, "--log-level", "debug", config=config) as (process, decode, url),
+        aiohttp.ClientSession() as client,
+    ):
+
+        async def status(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with client.post(url + "/v1/chat/completions", json=chat(), headers=headers) as response:
+                return response.status
+
+        assert [await status(key) for key in ("key-one", "key-two", "key-three")] == [200, 200, 401]
+        publish_keys(folder, "v2", "key-two\nkey-three\n")
+        assert (await process.logged("API keys changed"))["keys"] == 2
+        assert [await status(key) for key in ("key-one", "key-two", "key-three")] == [401, 200, 200]
+        publish_keys(folder, "v3", "")
+        assert (await process.logged("API keys changed"))["level"] == "error"
+        assert [await status(key) for key in ("key-two", "key-three", "")] == [401, 401, 401]
+        async with client.get(url + "/health") as response:
+            assert response.status == 200
+        process.process.send_signal(signal.SIGINT)
+        _, rest = await asyncio.wait_for(process.process.communicate(), SECONDS)
+        assert process.process.returncode == 0
+        assert "key-" not in json.dumps(process.log) + rest.decode()
+        assert not any("authorization" in seen.headers for seen in decode.seen)
+
+
 @pytest.mark.parametrize(
     ("config", "arguments", "words"),
     [
+        (
+            {**CONFIG, "auth": {"apiKeysFile": "/nowhere/keys"}},
+            ("--engines", "decode=http://a:1"),
+            "api keys",
+        ),
         ({**CONFIG, "mode": "Teleport"}, (), "mode"),
         (CONFIG, ("--engines", "prefill=nonsense"), "--engines"),
         (CONFIG, (), "kubeconfig"),

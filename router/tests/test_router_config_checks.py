@@ -29,6 +29,11 @@ GOOD: dict[str, Any] = {"version": 1, "namespace": "default", "name": "demo", "m
         ({"session": {"keys": ["a b"]}}, ["session.keys"]),
         ({"limits": {"bodyBytes": 1}}, ["limits.bodyBytes"]),
         ({"sesion": {}}, ["sesion"]),
+        ({"auth": {}}, ["auth", "apiKeysFile"]),
+        ({"auth": {"apiKeysFile": ""}}, ["auth.apiKeysFile"]),
+        ({"auth": {"apiKeys": ["inline"]}}, ["auth"]),
+        ({"overload": {"turnsPerEngine": 0}}, ["overload.turnsPerEngine"]),
+        ({"overload": {"waitSeconds": 0}}, ["overload.waitSeconds"]),
     ],
 )
 def test_a_bad_field_is_named(change: dict[str, Any], words: list[str]) -> None:

@@ -23,7 +23,6 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("spec.kvTransfer.loadFailurePolicy", {"kvTransfer": {"loadFailurePolicy": "Fail"}}, "Fail"),
     ("spec.router.policy.type", {"router": {"policy": {"type": "RoundRobin"}}}, "RoundRobin"),
     ("spec.router.localPrefill.mode", {"router": {"localPrefill": {"mode": "Auto"}}}, "Auto"),
-    ("spec.router.auth", {"router": {"auth": {"apiKeySecretRef": {"name": "a", "key": "b"}}}}, "a value"),
     ("spec.router.tls", {"router": {"tls": {"secretName": "a"}}}, "a value"),
     ("spec.autoscaling.mode", {"autoscaling": {"mode": "External"}}, "External"),
     ("spec.rollout.strategy", {"rollout": {"strategy": "Recreate"}}, "Recreate"),

@@ -12,15 +12,17 @@ import msgspec
 from disagg_router import legs
 from disagg_router.backends import Fleet
 from disagg_router.config import Config
-from disagg_router.errors import error_response, model_not_found, not_ready
+from disagg_router.errors import error_response, model_not_found, not_ready, unauthorized
 from disagg_router.http1 import Exchange, RequestHead, Response
+from disagg_router.keyfile import KeyFile
+from disagg_router.keys import why_refused
 from disagg_router.metrics import Metrics
 from disagg_router.passthrough import Passthrough
 from disagg_router.turn import Turns
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_MODELS = "/v1/models"
+_HEALTH, _MODELS = "/health", "/v1/models"
 
 _POOLING = (
     "The model behind this router generates text. Call an engine that serves an embedding or scoring model."
@@ -54,13 +56,23 @@ class _Route:
 
 
 class App:
-    """Routes requests. `admit` sees a request's head, before its body is read; `handle` answers the whole request."""
+    """Routes requests. `admit` sees a request's head, before its body is read; `handle` answers the whole request.
+
+    With `keys` a client needs one of them for everything but `/health`.
+    """
 
     def __init__(
-        self, config: Config, fleet: Fleet, turns: Turns, passthrough: Passthrough, metrics: Metrics
+        self,
+        config: Config,
+        fleet: Fleet,
+        turns: Turns,
+        passthrough: Passthrough,
+        metrics: Metrics,
+        keys: KeyFile | None = None,
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics
+        self._keys = keys
         self._model = {
             "id": config.model.name,
             "object": "model",
@@ -73,7 +85,7 @@ class App:
             "/tokenize": _post(passthrough.serve),
             "/detokenize": _post(passthrough.serve),
             _MODELS: _get(lambda path: models),
-            "/health": _get(lambda path: self._health()),
+            _HEALTH: _get(lambda path: self._health()),
             "/metrics": _get(lambda path: Response(200, metrics.render(), METRICS_TYPE)),
         }
         self._one_model = _get(self._model_at)
@@ -83,7 +95,11 @@ class App:
         return self._routes.get(path) or (self._one_model if path.startswith(_MODELS + "/") else None)
 
     def admit(self, head: RequestHead) -> Response | None:
-        """Refuse what no handler would take: an unknown path, a wrong method, a body that is not JSON."""
+        """Refuse who has no key, and what no handler would take: an unknown path, a wrong method, a body that is not JSON."""
+        if self._keys is not None and head.path != _HEALTH:
+            why = why_refused(self._keys.ring, head.headers)
+            if why is not None:
+                return self._counted(unauthorized(why))
         route = self._route(head.path)
         if route is None:
             return self._counted(_unknown(head))

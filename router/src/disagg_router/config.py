@@ -81,6 +81,12 @@ class Overload(_Part, frozen=True):
     wait_seconds: _Seconds = 30
 
 
+class Auth(_Part, frozen=True):
+    """`api_keys_file` holds the accepted keys, one a line; it is read again when it changes."""
+
+    api_keys_file: _Name
+
+
 Mode = Literal["BidirectionalPush", "BidirectionalPull", "Push", "Pull"]
 
 
@@ -99,6 +105,7 @@ class Config(_Part, frozen=True):
     deadlines: Deadlines = Deadlines()
     limits: Limits = Limits()
     overload: Overload = Overload()
+    auth: Auth | None = None
 
     def http_limits(self) -> HttpLimits:
         return HttpLimits(

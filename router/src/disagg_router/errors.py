@@ -8,6 +8,7 @@ from disagg_router.http1.message import Response
 
 _TYPES = {
     400: "invalid_request_error",
+    401: "invalid_request_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -34,6 +35,11 @@ def error_response(
     """An error answer; its `type` follows from the status."""
     error = {"message": message, "type": _TYPES.get(status, "server_error"), "param": param, "code": code}
     return Response(status, msgspec.json.encode({"error": error}), headers=headers or {})
+
+
+def unauthorized(message: str) -> Response:
+    headers = {"www-authenticate": "Bearer"}
+    return error_response(401, message, code="invalid_api_key", headers=headers)
 
 
 def model_not_found(name: str) -> Response:

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
 
 from disagg_router import legs
 from disagg_router.admin import Admin
@@ -19,6 +21,7 @@ from disagg_router.dismissal import Dismissals
 from disagg_router.gate import Gate
 from disagg_router.handles import Handles
 from disagg_router.http1 import Connections, EnginePool, ServerConnection
+from disagg_router.keyfile import KeyFile
 from disagg_router.load import LoadTable
 from disagg_router.logs import event
 from disagg_router.metrics import Metrics
@@ -50,14 +53,14 @@ class Router:
         self._pool: EnginePool | None = None
         self._dismissals: Dismissals | None = None
         self._server: asyncio.Server | None = None
-        self._discovery: asyncio.Task[None] | None = None
+        self._following: list[asyncio.Task[None]] = []
         self.metrics.connections.set_function(lambda: len(self._connections))
         self.metrics.running.set_function(lambda: self.gate.running)
         self.metrics.waiting.set_function(lambda: self.gate.waiting)
         self.metrics.turn_limit.set_function(lambda: self.gate.limit or 0)
 
     async def start(self, source: Source) -> None:
-        """Listen, and follow the engines of `source`. Raises OSError if a port is taken."""
+        """Listen, and follow the engines of `source`. Raises OSError if a port is taken, ConfigError if there are no keys."""
         self._pool = EnginePool(float(self.config.deadlines.connect_seconds))
         self._dismissals = Dismissals(self._pool, _new_id)
         engines = Engines(
@@ -83,7 +86,8 @@ class Router:
             _new_id,
         )
         passthrough = Passthrough(self.fleet, engines, self.metrics, _new_id)
-        app = App(self.config, self.fleet, turns, passthrough, self.metrics)
+        keys = KeyFile(Path(self.config.auth.api_keys_file)) if self.config.auth else None
+        app = App(self.config, self.fleet, turns, passthrough, self.metrics, keys)
         limits = self.config.http_limits()
         await self.admin.start(self._host, self.config.ports.admin)
         self._server = await asyncio.get_running_loop().create_server(
@@ -93,8 +97,9 @@ class Router:
             backlog=2048,
         )
         self.port = self._server.sockets[0].getsockname()[1]
-        self._discovery = asyncio.create_task(source.run(self.fleet.publish))
-        self._discovery.add_done_callback(_complain)
+        self._follow("discovery; engines are as last seen", source.run(self.fleet.publish))
+        if keys is not None:
+            self._follow("following the API keys; they are as last read", keys.follow())
         event(
             _log,
             logging.INFO,
@@ -107,6 +112,17 @@ class Router:
     def _tell_modes(self) -> None:
         for mode in self._modes.values():
             mode.engines(self.fleet.backends)
+
+    def _follow(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run something that goes on until the router stops."""
+
+        def complain(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                _log.critical("ended: %s", what, exc_info=task.exception())
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(complain)
+        self._following.append(task)
 
     async def drain(self, delay_seconds: float, grace_seconds: float) -> int:
         """Say "not ready", wait for that to spread, stop listening, and let what is under way finish.
@@ -127,9 +143,9 @@ class Router:
         if self._server is not None:
             self._server.close()
         self._connections.kill()
-        if self._discovery is not None:
-            self._discovery.cancel()
-            await asyncio.gather(self._discovery, return_exceptions=True)
+        for task in self._following:
+            task.cancel()
+        await asyncio.gather(*self._following, return_exceptions=True)
         if self._dismissals is not None:
             await self._dismissals.close()
         if self._pool is not None:
@@ -139,8 +155,3 @@ class Router:
 
 def _new_id() -> str:
     return uuid.uuid4().hex
-
-
-def _complain(discovery: asyncio.Task[None]) -> None:
-    if not discovery.cancelled() and discovery.exception() is not None:
-        _log.critical("discovery ended; engines are as last seen", exc_info=discovery.exception())

@@ -80,7 +80,10 @@ class Auth(ApiObject):
     """Who may call the router."""
 
     api_key_secret_ref: Annotated[
-        SecretKeyRef, Field(description="Secret with the accepted API keys, one a line. Not implemented yet.")
+        SecretKeyRef,
+        Field(
+            description="Secret with the accepted API keys, one a line. Changes reach running routers within a minute or two."
+        ),
     ]
 
 

@@ -87,9 +87,6 @@ NOT_IMPLEMENTED: tuple[Gap, ...] = (
         lambda s: _prefill_mode(s.router.local_prefill.mode),
         LocalPrefillMode.DISABLED,
     ),
-    Gap(
-        "spec.router.auth", lambda s: "a value" if s.router.auth else None, "a gateway in front of the router"
-    ),
     Gap("spec.router.tls", lambda s: "a value" if s.router.tls else None, "a gateway in front of the router"),
     Gap("spec.autoscaling.mode", lambda s: _scaling(s.autoscaling.mode), AutoscalingMode.DISABLED),
     Gap("spec.rollout.strategy", lambda s: _strategy(s.rollout.strategy), RolloutStrategy.PAIRED),

@@ -20,6 +20,8 @@ from .overlay import strategic_merge, with_labels
 
 CONFIG_DIRECTORY = "/etc/disagg"
 CONFIG_FILE = "router.json"
+KEYS_DIRECTORY = "/etc/disagg-keys"
+KEYS_FILE = "api-keys"
 MIN_READY_SECONDS = 5
 """An old router goes when its successor has been in the Service's endpoints for a while."""
 DRAIN_DELAY_SECONDS = 5
@@ -33,7 +35,7 @@ EXIT_SECONDS = 10
 def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manifest:
     """The content of router.json, version 1."""
     router = spec.router
-    return {
+    config: Manifest = {
         "version": 1,
         "namespace": namespace,
         "name": name,
@@ -44,6 +46,9 @@ def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manif
         "deadlines": router.deadlines.to_wire(),
         "limits": router.limits.to_wire(),
     }
+    if router.auth:
+        config["auth"] = {"apiKeysFile": f"{KEYS_DIRECTORY}/{KEYS_FILE}"}
+    return config
 
 
 def build_router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manifest:
@@ -105,6 +110,12 @@ def _pod_spec(name: str, spec: DisaggInferenceSpec, settings: Settings) -> Manif
         "containers": [_container(spec, settings)],
         "volumes": [{"name": "config", "configMap": {"name": full_name}}],
     }
+    if spec.router.auth:
+        # As a folder, not as a single file: the kubelet exchanges a folder when the Secret changes. Without the Secret or
+        # its key no pod starts, so that a mistake never opens the door.
+        ref = spec.router.auth.api_key_secret_ref
+        secret = {"secretName": ref.name, "items": [{"key": ref.key, "path": KEYS_FILE}], "optional": False}
+        pod["volumes"].append({"name": "api-keys", "secret": secret})
     if settings.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": secret} for secret in settings.image_pull_secrets]
     return pod
@@ -134,6 +145,8 @@ def _container(spec: DisaggInferenceSpec, settings: Settings) -> Manifest:
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": "config", "mountPath": CONFIG_DIRECTORY, "readOnly": True}],
     }
+    if spec.router.auth:
+        container["volumeMounts"].append({"name": "api-keys", "mountPath": KEYS_DIRECTORY, "readOnly": True})
     resources = spec.router.resources.to_wire()
     resources = {key: value for key, value in resources.items() if value}
     if resources:

@@ -1,0 +1,72 @@
+"""Router pods: what of the spec becomes what of the pod."""
+
+from typing import Any
+
+from operator_world import SETTINGS, World, minimal_spec, parsed_spec, resource
+
+from disagg_operator.build.router import build_router, build_router_config, router_config
+
+AUTH: dict[str, Any] = {"router": {"auth": {"apiKeySecretRef": {"name": "team-keys", "key": "keys.txt"}}}}
+
+
+def pod(**changes: Any) -> Any:
+    spec = parsed_spec(**changes)
+    config = build_router_config("demo", "default", spec)
+    return build_router("demo", "default", spec, config, SETTINGS)["spec"]["template"]
+
+
+def test_without_auth_nothing_is_mounted_and_nothing_is_said_of_it() -> None:
+    assert [volume["name"] for volume in pod()["spec"]["volumes"]] == ["config"]
+    assert "auth" not in router_config("demo", "default", parsed_spec())
+
+
+def test_the_key_of_the_secret_is_the_file_that_the_router_is_told_of() -> None:
+    spec = pod(**AUTH)["spec"]
+    volume = next(volume for volume in spec["volumes"] if volume["name"] == "api-keys")
+    assert volume["secret"] == {
+        "secretName": "team-keys",
+        "items": [{"key": "keys.txt", "path": "api-keys"}],
+        "optional": False,
+    }
+    (main,) = spec["containers"]
+    mount = next(mount for mount in main["volumeMounts"] if mount["name"] == "api-keys")
+    assert mount["readOnly"]
+    assert "subPath" not in mount, "a single file would never change"
+    told = router_config("demo", "default", parsed_spec(**AUTH))["auth"]["apiKeysFile"]
+    assert told == f"{mount['mountPath']}/api-keys"
+    mounts = [mount["mountPath"] for mount in main["volumeMounts"]]
+    assert not any(a != b and a.startswith(b + "/") for a in mounts for b in mounts), "none inside another"
+
+
+def test_keys_that_change_roll_no_pod_but_another_secret_does() -> None:
+    other = {"router": {"auth": {"apiKeySecretRef": {"name": "other-keys", "key": "keys.txt"}}}}
+    assert pod(**AUTH) != pod(**other)
+    assert pod(**AUTH)["metadata"]["annotations"] == pod(**other)["metadata"]["annotations"]
+    assert pod(**AUTH)["metadata"]["annotations"] != pod()["metadata"]["annotations"]
+
+
+def test_asking_for_keys_rolls_the_routers_and_no_engine() -> None:
+    world = World(resource(minimal_spec()))
+    world.settle()
+    engines = {name: p.template for name, p in world.pods.items() if "router" not in name}
+    world.edit(**AUTH)
+    said = world.settle()
+    assert said.status.observed_generation == 2
+    ready = world.condition("Ready")
+    assert ready is not None
+    assert ready["status"] == "True"
+    routers = [p for name, p in world.pods.items() if "router" in name]
+    assert len(routers) == 2
+    for router in routers:
+        assert "api-keys" in [volume["name"] for volume in router.template["spec"]["volumes"]]
+    assert {name: p.template for name, p in world.pods.items() if "router" not in name} == engines
+
+
+def test_the_operator_itself_looks_at_no_key() -> None:
+    """The Secret is the user's: it is neither read, applied nor pruned."""
+    world = World(resource(minimal_spec(**AUTH)))
+    plan = world.plan()
+    applied = [item for item in plan.apply if item["kind"] == "Secret"]
+    assert not applied
+    assert plan.secret is not None
+    assert plan.secret.manifest["metadata"]["name"] == "demo-control"
