@@ -125,8 +125,8 @@ def converse(
             return is_written_back(decode, one_turn) and becomes(lambda: pushed(prefill) > before, 10)
 
         def hits_what_was_written_back() -> bool:
-            before = counter(prefill, ONDEMAND)
-            return computes_little() and counter(prefill, ONDEMAND) == before
+            before = counter(prefill, ONDEMAND, result="served")
+            return computes_little() and counter(prefill, ONDEMAND, result="served") == before
 
         def is_served_on_demand() -> bool:
             reset_prefix_cache(prefill)
