@@ -275,7 +275,7 @@ def test_a_prompt_that_was_computed_for_nobody_is_dismissed(small: Engines) -> N
 
 def dismiss(prefill: Engine, request_id: str) -> None:
     """As the router does it."""
-    post(prefill, json.loads(legs.dismissal(request_id)), uuid.uuid4().hex)
+    post(prefill, json.loads(legs.BidirectionalPush().dismissal(request_id)), uuid.uuid4().hex)
 
 
 ABORTED = "disagg_kv_writeback_aborted_total"
