@@ -9,12 +9,11 @@ import pytest
 from aiohttp import web
 
 from disagg_router.config import Deadlines
-from router.tests.conftest import MODEL, MakeStack, Stack, backend, until
+from router.tests.conftest import MODEL, SHORT, MakeStack, Stack, backend, until
 from router.tests.fake_engine import FakeEngine, Seen, hang_up, never, refuse, speak
 from router.tests.fake_upstream import World
 
 MODES = ["Pull", "Push", "BidirectionalPull"]
-SHORT = Deadlines(connect_seconds=5, first_byte_seconds=1, idle_seconds=1, answer_seconds=1)
 
 
 def world_of(mode: str) -> World:
@@ -202,7 +201,7 @@ async def test_a_client_that_leaves_leaves_no_block_of_decode_behind(make_stack:
 async def test_decode_computes_when_prefill_takes_too_long_and_prefill_finishes(
     make_stack: MakeStack,
 ) -> None:
-    deadlines = Deadlines(connect_seconds=5, first_byte_seconds=1, idle_seconds=5, answer_seconds=20)
+    deadlines = Deadlines(connect_seconds=60, first_byte_seconds=3, idle_seconds=60, answer_seconds=60)
     stack, world = await made(make_stack, "Push", deadlines=deadlines)
     await converse(stack, 1)
     answer, go = stack.prefill.prefill, asyncio.Event()
