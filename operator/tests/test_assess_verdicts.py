@@ -114,11 +114,15 @@ def test_a_pair_that_may_differ_is_ready() -> None:
 @pytest.mark.parametrize(
     ("spec", "reason", "said"),
     [
-        (minimal_spec(kvTransfer={"mode": "Pull"}), "NotImplemented", "spec.kvTransfer.mode: Pull"),
         (
-            minimal_spec(kvTransfer={"mode": "Pull"}, suspend=True),
+            minimal_spec(kvTransfer={"loadFailurePolicy": "Fail"}),
             "NotImplemented",
-            "spec.kvTransfer.mode: Pull",
+            "spec.kvTransfer.loadFailurePolicy: Fail",
+        ),
+        (
+            minimal_spec(kvTransfer={"loadFailurePolicy": "Fail"}, suspend=True),
+            "NotImplemented",
+            "spec.kvTransfer.loadFailurePolicy: Fail",
         ),
         (
             minimal_spec(prefill={"extraArgs": ["--dtype", "half"]}),
@@ -152,7 +156,7 @@ def test_a_refused_spec_changes_nothing(spec: dict[str, Any], reason: str, said:
 
 
 def test_a_refused_spec_that_is_the_first_makes_nothing() -> None:
-    world = World(resource(minimal_spec(kvTransfer={"mode": "Pull"})))
+    world = World(resource(minimal_spec(kvTransfer={"loadFailurePolicy": "Fail"})))
     answer = world.reconcile()
     assert world.live == {}
     assert told(answer, "PrefillReady")[:2] == ("False", "NotImplemented")

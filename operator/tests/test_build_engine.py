@@ -8,7 +8,7 @@ from operator_world import SETTINGS, parsed_spec
 
 from disagg_operator.build.engine import build_engines
 from disagg_operator.build.overlay import OverlayError
-from disagg_operator.naming import Component
+from disagg_operator.naming import ENGINES, Component
 
 GPU = {"tensor": 8}
 
@@ -79,6 +79,48 @@ def test_the_connector_is_configured_from_the_api() -> None:
             "load_timeout_seconds": 9,
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("mode", "connector", "roles", "extra"),
+    [
+        ("Pull", "NixlConnector", ("kv_producer", "kv_consumer"), {}),
+        ("Push", "NixlPushConnector", ("kv_producer", "kv_consumer"), {}),
+        (
+            "BidirectionalPull",
+            "NixlConnector",
+            ("kv_both", "kv_both"),
+            {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 480},
+        ),
+    ],
+)
+def test_vllms_own_connectors_are_configured_from_the_api(
+    mode: str, connector: str, roles: tuple[str, str], extra: dict[str, Any]
+) -> None:
+    transfer = {"mode": mode, "leaseSeconds": 77, "extraConfig": {"num_threads": 2}}
+    for component, role in zip((Component.PREFILL, Component.DECODE), roles, strict=True):
+        assert transfer_config(component, kvTransfer=transfer) == {
+            "kv_connector": connector,
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "backends": ["UCX"],
+                "kv_lease_duration": 77,
+                **extra,
+                "num_threads": 2,
+            },
+        }
+
+
+def test_decode_keeps_kv_for_as_long_as_the_api_says() -> None:
+    config = transfer_config(kvTransfer={"mode": "BidirectionalPull", "decodeRetentionSeconds": 60})
+    assert config["kv_connector_extra_config"]["decoder_kv_blocks_ttl"] == 60
+
+
+@pytest.mark.parametrize("mode", ["BidirectionalPush", "BidirectionalPull", "Push", "Pull"])
+def test_prefill_tells_a_prompts_tokens_where_the_router_asks_for_them(mode: str) -> None:
+    asked = {role: "--enable-scale-out" in arguments(role, kvTransfer={"mode": mode}) for role in ENGINES}
+    assert asked == {Component.PREFILL: mode == "BidirectionalPull", Component.DECODE: False}
 
 
 @pytest.mark.parametrize("component", [Component.PREFILL, Component.DECODE])

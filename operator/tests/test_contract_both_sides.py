@@ -9,11 +9,15 @@ from operator_world import parsed_spec
 
 from disagg_connector.config import parse_config
 from disagg_connector.counters import DEFINITIONS
+from disagg_operator.api.transfer import TransferMode
 from disagg_operator.build.engine import kv_transfer_config
 from disagg_operator.build.router import router_config
+from disagg_operator.build.services import build_engine_service
 from disagg_operator.mismatch import ALWAYS_THERE, COUNTERS
 from disagg_operator.naming import Component
+from disagg_router.backends import from_slices
 from disagg_router.config import load
+from disagg_router.legs import MODES
 
 
 def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
@@ -44,6 +48,30 @@ def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
         8000,
         5700,
     )
+
+
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_the_router_knows_every_mode_and_how_long_decode_keeps_kv(tmp_path: Path, mode: TransferMode) -> None:
+    pulls = mode is TransferMode.BIDIRECTIONAL_PULL
+    transfer = {"mode": str(mode), **({"decodeRetentionSeconds": 99} if pulls else {})}
+    file = tmp_path / "router.json"
+    file.write_text(json.dumps(router_config("demo", "team-a", parsed_spec(kvTransfer=transfer))))
+    config = load(file)
+    assert config.mode == mode
+    assert config.decode_retention_seconds == (99 if pulls else 480)
+    assert str(mode) in MODES
+
+
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_the_router_reads_an_engines_mode_from_its_service(mode: TransferMode) -> None:
+    service = build_engine_service("demo", "team-a", Component.PREFILL, "0123abcd", mode)
+    piece = {
+        "metadata": {"labels": service["metadata"]["labels"]},
+        "addressType": "IPv4",
+        "endpoints": [{"addresses": ["10.0.0.1"]}],
+    }
+    (backend,) = from_slices([piece], 8000, 5700)
+    assert backend.mode == mode
 
 
 @pytest.mark.parametrize(

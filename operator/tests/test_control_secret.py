@@ -189,7 +189,7 @@ def test_a_secret_of_somebody_else_is_not_touched() -> None:
 
 
 def test_a_refused_spec_leaves_it_as_it_is(world: World) -> None:
-    world.edit(kvTransfer={"mode": "Pull"})
+    world.edit(kvTransfer={"loadFailurePolicy": "Fail"})
     world.now += ROTATE
     world.reconcile()
     assert keys(world.live[KEY]) == letters(1, 2, 3)

@@ -41,11 +41,13 @@ def test_a_manifest_without_our_kind_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_spec_that_is_refused_is_an_error_with_its_reason(tmp_path: Path) -> None:
-    manifest = tmp_path / "pull.yaml"
+    manifest = tmp_path / "fail.yaml"
     manifest.write_text(
         "apiVersion: inference.disagg.dev/v1alpha1\nkind: DisaggInference\nmetadata: {name: x}\n"
-        "spec: {model: {uri: 'hf://a/b'}, engine: {image: x}, kvTransfer: {mode: Pull}}\n"
+        "spec: {model: {uri: 'hf://a/b'}, engine: {image: x}, kvTransfer: {loadFailurePolicy: Fail}}\n"
     )
     result = CliRunner().invoke(app, ["render", str(manifest)])
     assert result.exit_code == 1
-    assert "x: NotImplemented: spec.kvTransfer.mode: Pull is not implemented yet" in result.output
+    assert (
+        "x: NotImplemented: spec.kvTransfer.loadFailurePolicy: Fail is not implemented yet" in result.output
+    )

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_world import parsed_spec
 
+from disagg_operator.api.transfer import TransferMode
 from disagg_operator.revision import MUST_MATCH, differences, parse_flags, revision
 
 
@@ -32,6 +33,9 @@ def engine(*args: str, image: str = "vllm:1") -> dict[str, Any]:
         {"prefill": {"replicas": 2, "parallelism": {"tensor": 2}}},
         {"decode": {"replicas": 2, "parallelism": {"tensor": 2}}},
         {"kvTransfer": {"backend": "Libfabric"}},
+        {"kvTransfer": {"mode": "BidirectionalPull"}},
+        {"kvTransfer": {"mode": "Push"}},
+        {"kvTransfer": {"mode": "Pull"}},
         {"fabric": {"type": "EFA"}},
         {"decode": {"replicas": 2, "extraArgs": ["--speculative-config", '{"method":"ngram"}']}},
     ],
@@ -57,6 +61,17 @@ def test_it_changes_with(changes: dict[str, Any]) -> None:
 )
 def test_it_does_not_change_with(changes: dict[str, Any]) -> None:
     assert rev(**changes) == rev()
+
+
+def test_every_mode_has_a_revision_of_its_own() -> None:
+    assert len({rev(kvTransfer={"mode": mode}) for mode in TransferMode}) == len(TransferMode)
+
+
+def test_how_long_decode_keeps_kv_decides_nothing() -> None:
+    def pull(seconds: int) -> str:
+        return rev(kvTransfer={"mode": "BidirectionalPull", "decodeRetentionSeconds": seconds})
+
+    assert pull(60) == pull(600)
 
 
 def test_the_same_path_mounted_from_elsewhere_is_another_model() -> None:

@@ -23,6 +23,7 @@ CONTROL_PORT = 5700
 LABEL_NAME = f"{GROUP}/name"
 LABEL_ROLE = f"{GROUP}/role"
 LABEL_REVISION = f"{GROUP}/revision"
+LABEL_MODE = f"{GROUP}/transfer-mode"
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 ANNOTATION_APPLIED = f"{GROUP}/applied"
 """On every child: the hash of what was applied last. Says, without asking anybody, whether a write is due."""

@@ -19,7 +19,6 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         {"prefill": {"parallelism": {"tensor": 2}}, "decode": {"parallelism": {"tensor": 3}}},
         "3 beside 2 in prefill",
     ),
-    ("spec.kvTransfer.mode", {"kvTransfer": {"mode": "Pull"}}, "Pull"),
     ("spec.kvTransfer.loadFailurePolicy", {"kvTransfer": {"loadFailurePolicy": "Fail"}}, "Fail"),
     ("spec.router.policy.type", {"router": {"policy": {"type": "RoundRobin"}}}, "RoundRobin"),
     ("spec.router.localPrefill.mode", {"router": {"localPrefill": {"mode": "Auto"}}}, "Auto"),
@@ -61,6 +60,10 @@ def test_every_entry_of_the_table_has_a_case() -> None:
 
 
 def test_all_are_reported_at_once_in_the_order_of_the_api() -> None:
-    fields = MINIMAL | {"suspend": True, "networkPolicy": {"enabled": True}, "kvTransfer": {"mode": "Push"}}
+    fields = MINIMAL | {
+        "suspend": True,
+        "networkPolicy": {"enabled": True},
+        "kvTransfer": {"loadFailurePolicy": "Fail"},
+    }
     found = not_implemented(DisaggInferenceSpec.model_validate(fields))
-    assert [u.path for u in found] == ["spec.kvTransfer.mode", "spec.networkPolicy.enabled"]
+    assert [u.path for u in found] == ["spec.kvTransfer.loadFailurePolicy", "spec.networkPolicy.enabled"]

@@ -216,10 +216,10 @@ def test_what_is_not_implemented_is_said_and_leaves_everything_as_it_is(
         for c in children(cluster, namespace)
         if "generation" in c["metadata"]
     }
-    cluster.patch(namespace, "demo", {"kvTransfer": {"mode": "Pull"}, "decode": {"replicas": 3}})
+    cluster.patch(namespace, "demo", {"kvTransfer": {"loadFailurePolicy": "Fail"}, "decode": {"replicas": 3}})
     told = cluster.wait_for(namespace, "demo", "Stalled", "True", reason="NotImplemented")
-    assert "spec.kvTransfer.mode" in told["message"]
-    assert "BidirectionalPush" in told["message"]
+    assert "spec.kvTransfer.loadFailurePolicy" in told["message"]
+    assert "use Recompute" in told["message"]
     after = {
         c["metadata"]["uid"]: c["metadata"]["generation"]
         for c in children(cluster, namespace)

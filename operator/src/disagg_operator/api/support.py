@@ -11,7 +11,7 @@ from .engine import Parallelism
 from .inference import DisaggInferenceSpec
 from .scaling import AutoscalingMode, RolloutStrategy
 from .serving import LocalPrefillMode, RoutingPolicy
-from .transfer import LoadFailurePolicy, TransferMode
+from .transfer import LoadFailurePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,6 @@ class Gap:
 
 def _uri(spec: DisaggInferenceSpec) -> str | None:
     return "s3://" if spec.model.uri.startswith("s3://") else None
-
-
-def _mode(spec: DisaggInferenceSpec) -> str | None:
-    mode = spec.kv_transfer.mode
-    return None if mode is TransferMode.BIDIRECTIONAL_PUSH else mode
 
 
 def _load_failure(spec: DisaggInferenceSpec) -> str | None:
@@ -79,7 +74,6 @@ NOT_IMPLEMENTED: tuple[Gap, ...] = (
     *_parallelism_gaps("prefill", lambda s: s.prefill.parallelism),
     *_parallelism_gaps("decode", lambda s: s.decode.parallelism),
     Gap("spec.decode.parallelism.tensor", _indivisible_tensor, "a multiple or a divisor of prefill's"),
-    Gap("spec.kvTransfer.mode", _mode, TransferMode.BIDIRECTIONAL_PUSH),
     Gap("spec.kvTransfer.loadFailurePolicy", _load_failure, LoadFailurePolicy.RECOMPUTE),
     Gap("spec.router.policy.type", lambda s: _policy(s.router.policy.type), RoutingPolicy.SESSION_AFFINITY),
     Gap(

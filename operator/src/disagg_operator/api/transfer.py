@@ -124,7 +124,8 @@ class KVTransfer(ApiObject):
         TransferMode,
         Field(
             description="BidirectionalPush: prefill pushes a prompt's KV to decode, decode pushes a turn's KV back. "
-            "BidirectionalPull, Push and Pull (vLLM's own connectors) are not implemented yet."
+            "The others are vLLM's own connectors. Pull: decode reads a prompt's KV from prefill. BidirectionalPull: and prefill "
+            "reads a turn's KV from decode, after turns that are not streamed. Push: prefill writes a prompt's KV to decode."
         ),
     ] = TransferMode.BIDIRECTIONAL_PUSH
     backend: Annotated[

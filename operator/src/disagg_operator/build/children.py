@@ -40,7 +40,7 @@ def build_children(owner: Owner, spec: DisaggInferenceSpec, settings: Settings) 
     config = build_router_config(name, namespace, spec)
     manifests = [
         # A Service first: the router finds a pod by it, and a pod's name resolves by it.
-        *(build_engine_service(name, namespace, role, digits) for role in ENGINES),
+        *(build_engine_service(name, namespace, role, digits, spec.kv_transfer.mode) for role in ENGINES),
         *(build_engines(name, namespace, spec, role, digits, settings) for role in ENGINES),
         *(build_disruption_budget(name, namespace, component) for component in Component),
         build_service_account(name, namespace),

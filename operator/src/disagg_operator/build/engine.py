@@ -1,8 +1,10 @@
 """The StatefulSet of one role in one revision: its engine pods."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+from ..api.transfer import TransferMode, WriteBack
 from ..api.types import Colocate, DisaggInferenceSpec, Drain, FabricType, Role, WriteBackMode
 from ..config import Settings
 from ..naming import (
@@ -180,38 +182,84 @@ def engine_arguments(spec: DisaggInferenceSpec, role: Role, component: Component
         if size > 1:
             arguments += [flag, str(size)]
     arguments += ["--shutdown-timeout", str(role.drain.timeout_seconds)]
+    if component is Component.PREFILL and spec.kv_transfer.mode is TransferMode.BIDIRECTIONAL_PULL:
+        arguments += ["--enable-scale-out"]  # the router asks for a prompt's tokens before prefill reads KV for them
     return [*arguments, "--kv-transfer-config", json.dumps(kv_transfer_config(spec, component))]
 
 
 def kv_transfer_config(spec: DisaggInferenceSpec, component: Component) -> dict[str, Any]:
-    """vLLM's KVTransferConfig for the project's connector."""
+    """vLLM's KVTransferConfig for the connector of the mode."""
+    connector, extra = _CONNECTORS[spec.kv_transfer.mode](spec, component)
+    return {
+        **connector,
+        # Of the project's connector it is the only policy; vLLM's own would by default fail the request. Another one is
+        # refused before anything is built.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {**extra, **spec.kv_transfer.extra_config},
+    }
+
+
+_Rendered = tuple[dict[str, Any], dict[str, Any]]
+"""The connector and its extra config."""
+
+
+def _bidirectional_push(spec: DisaggInferenceSpec, component: Component) -> _Rendered:
     transfer = spec.kv_transfer
-    extra: dict[str, Any] = {
+    write_back = transfer.effective_write_back or WriteBack()
+    connector = {
+        "kv_connector": "BidirectionalPushConnector",
+        "kv_connector_module_path": "disagg_connector.connector",
+        # Both roles load and save: prefill takes what decode writes back.
+        "kv_role": "kv_both",
+    }
+    extra = {
         "role": str(component),
-        "backends": [str(spec.backend).upper()],
+        "backends": _backends(spec),
         "control_port": CONTROL_PORT,
         "control_secret_dir": CONTROL_SECRET_DIR,
         "kv_lease_duration": transfer.lease_seconds,
         # Decode waits for a prompt as long as prefill would keep it; a prefill that is lost shows much sooner.
         "load_timeout_seconds": transfer.lease_seconds,
+        "writeback_mode": _WRITE_BACK_MODES[write_back.mode],
+        "writeback_min_free_percent": write_back.min_free_percent,
+        "writeback_reserve_blocks": write_back.reserve_blocks,
+        "max_wait_milliseconds": write_back.max_wait_milliseconds,
     }
-    write_back = transfer.effective_write_back
-    if write_back is not None:
-        extra |= {
-            "writeback_mode": _WRITE_BACK_MODES[write_back.mode],
-            "writeback_min_free_percent": write_back.min_free_percent,
-            "writeback_reserve_blocks": write_back.reserve_blocks,
-            "max_wait_milliseconds": write_back.max_wait_milliseconds,
-        }
-    return {
-        "kv_connector": "BidirectionalPushConnector",
-        "kv_connector_module_path": "disagg_connector.connector",
-        # Both roles load and save: prefill takes what decode writes back.
-        "kv_role": "kv_both",
-        # The only policy of the connector; another one is refused before anything is built.
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {**extra, **transfer.extra_config},
+    return connector, extra
+
+
+def _bidirectional_pull(spec: DisaggInferenceSpec, component: Component) -> _Rendered:
+    both_ways = {
+        "bidirectional_kv_xfer": True,
+        "decoder_kv_blocks_ttl": spec.kv_transfer.effective_decode_retention_seconds,
     }
+    return {"kv_connector": "NixlConnector", "kv_role": "kv_both"}, {**_one_way(spec), **both_ways}
+
+
+def _push(spec: DisaggInferenceSpec, component: Component) -> _Rendered:
+    # No engine id: one that stays when the engine starts anew would make its peers use the memory of the engine before.
+    return {"kv_connector": "NixlPushConnector", "kv_role": _ONE_WAY[component]}, _one_way(spec)
+
+
+def _pull(spec: DisaggInferenceSpec, component: Component) -> _Rendered:
+    return {"kv_connector": "NixlConnector", "kv_role": _ONE_WAY[component]}, _one_way(spec)
+
+
+def _one_way(spec: DisaggInferenceSpec) -> dict[str, Any]:
+    return {"backends": _backends(spec), "kv_lease_duration": spec.kv_transfer.lease_seconds}
+
+
+def _backends(spec: DisaggInferenceSpec) -> list[str]:
+    return [str(spec.backend).upper()]
+
+
+_ONE_WAY = {Component.PREFILL: "kv_producer", Component.DECODE: "kv_consumer"}
+_CONNECTORS: dict[TransferMode, Callable[[DisaggInferenceSpec, Component], _Rendered]] = {
+    TransferMode.BIDIRECTIONAL_PUSH: _bidirectional_push,
+    TransferMode.BIDIRECTIONAL_PULL: _bidirectional_pull,
+    TransferMode.PUSH: _push,
+    TransferMode.PULL: _pull,
+}
 
 
 def grace_seconds(drain: Drain) -> int:

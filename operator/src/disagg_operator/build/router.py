@@ -34,13 +34,14 @@ EXIT_SECONDS = 10
 
 def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manifest:
     """The content of router.json, version 1."""
-    router = spec.router
+    router, retention = spec.router, spec.kv_transfer.effective_decode_retention_seconds
     config: Manifest = {
         "version": 1,
         "namespace": namespace,
         "name": name,
         "model": {"name": spec.model.served_name},
         "mode": str(spec.kv_transfer.mode),
+        **({} if retention is None else {"decodeRetentionSeconds": retention}),
         "ports": {"http": HTTP_PORT, "admin": ADMIN_PORT, "engine": HTTP_PORT, "control": CONTROL_PORT},
         "session": {"keys": list(router.session.keys)},
         "deadlines": router.deadlines.to_wire(),

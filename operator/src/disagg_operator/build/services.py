@@ -1,9 +1,11 @@
 """Services: one headless for each role and revision, and the router's, which clients call."""
 
+from ..api.transfer import TransferMode
 from ..api.types import RouterService
 from ..naming import (
     CONTROL_PORT,
     HTTP_PORT,
+    LABEL_MODE,
     SIDE_CHANNEL_PORT,
     Component,
     Manifest,
@@ -14,8 +16,13 @@ from ..naming import (
 )
 
 
-def build_engine_service(name: str, namespace: str, component: Component, revision: str) -> Manifest:
-    """The headless Service whose EndpointSlices the router watches; its labels are copied to them."""
+def build_engine_service(
+    name: str, namespace: str, component: Component, revision: str, mode: TransferMode
+) -> Manifest:
+    """The headless Service whose EndpointSlices the router watches; its labels are copied to them.
+
+    Among them the mode, which is one of the revision: the router has to speak to each revision's engines in their own.
+    """
     ports = (("http", HTTP_PORT), ("side-channel", SIDE_CHANNEL_PORT), ("control", CONTROL_PORT))
     return {
         "apiVersion": "v1",
@@ -23,7 +30,7 @@ def build_engine_service(name: str, namespace: str, component: Component, revisi
         "metadata": {
             "name": engine_name(name, component, revision),
             "namespace": namespace,
-            "labels": labels(name, component, revision),
+            "labels": {**labels(name, component, revision), LABEL_MODE: str(mode)},
         },
         "spec": {
             "clusterIP": "None",
