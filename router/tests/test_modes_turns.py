@@ -101,6 +101,19 @@ async def test_an_answer_without_kv_is_never_passed_on(make_stack: MakeStack, mo
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_decode_refuses_is_refused_in_its_words(
+    make_stack: MakeStack, mode: str, stream: bool
+) -> None:
+    stack, _ = await made(make_stack, mode)
+    stack.decode.decode = refuse(422, "temperature must be non-negative")
+    for _ in range(2):  # the second on the same connection
+        status, answer = await stack.post(stack.chat(stream=stream))
+        assert (status, answer["error"]["message"]) == (422, "temperature must be non-negative")
+    await until(stack.idle, "no leg is left")
+
+
+@pytest.mark.parametrize("mode", MODES)
 async def test_several_prompts_in_one_request_are_computed_by_decode(
     make_stack: MakeStack, mode: str
 ) -> None:

@@ -72,8 +72,10 @@ class LegPlan:
     holder: Backend | None
     request_id: str
     passed_on: dict[str, str]
-    decoded: bool  # the answer is wanted without its chunked framing
+    decoded: bool  # the client cannot take chunked framing
     mode: legs.Mode
+    whole: bool = False
+    """The answer is read before it is passed on, because decode hands back in it what the next turn needs."""
     handle: Handle | None = None
     """KV of the turn before that a decode engine keeps, for prefill to read if this turn continues it."""
 
@@ -228,7 +230,7 @@ class Attempt:
     async def _ask_decode(self, body: bytes) -> EngineAnswer:
         plan = self._plan
         head = self._head(plan.decode, legs.PATHS[plan.endpoint], body)
-        framing: Framing = "decoded" if plan.decoded else "raw"
+        framing: Framing = "decoded" if plan.decoded or plan.whole else "raw"
         prelude = _PRELUDES.get(plan.endpoint, COMMENTS)
         return await self._engines.pool.ask(plan.decode.address, head, body, framing, prelude)
 

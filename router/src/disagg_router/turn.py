@@ -188,8 +188,9 @@ class Turns:
             holder=choice.holder,
             request_id=turn.request_id,
             passed_on=turn.passed_on,
-            decoded=exchange.request.head.http10 or (hands_back and not turn.body.streamed),
+            decoded=exchange.request.head.http10,
             mode=mode,
+            whole=hands_back and not turn.body.streamed,
             handle=self._handle(turn, prefill) if prefill is not None and hands_back else None,
         )
 
@@ -263,20 +264,16 @@ class Turns:
         turn.first_byte = self._clock() - turn.started
         if answer.status < 400:
             self._remember(turn, plan)
-        if (
-            plan.decoded
-            and answer.status == 200
-            and plan.prefill
-            and plan.mode.hands_back
-            and not turn.body.streamed
-        ):
-            await self._hand_back(turn, exchange, plan, answer)
+        if plan.whole:
+            await self._relay_whole(turn, exchange, plan, answer)
             return
         ids = {"x-request-id": turn.client_id or turn.request_id}
         idle = self._config.deadlines.idle_seconds
         turn.broken = await relay(exchange, answer, self._engines.pool, ids, idle, plan.decoded)
 
-    async def _hand_back(self, turn: _Turn, exchange: Exchange, plan: LegPlan, answer: EngineAnswer) -> None:
+    async def _relay_whole(
+        self, turn: _Turn, exchange: Exchange, plan: LegPlan, answer: EngineAnswer
+    ) -> None:
         """Pass on a whole answer, less where decode keeps its KV, which is kept here for the next turn."""
         seconds = self._config.deadlines.idle_seconds
         try:
@@ -288,11 +285,13 @@ class Turns:
             self._respond(turn, exchange, error_response(502, message))
             return
         self._engines.pool.release(answer)
-        content, handback = split(turn.body, content)
-        if handback is not None:
-            self._handles.put(turn.session.key, Handle(plan.decode, handback))
-            self._engines.count_handle("kept")
-        self._respond(turn, exchange, Response(answer.status, content))
+        if answer.status == 200:
+            content, handback = split(turn.body, content)
+            if handback is not None:
+                self._handles.put(turn.session.key, Handle(plan.decode, handback))
+                self._engines.count_handle("kept")
+        kind = answer.headers.get(b"content-type") or b"application/json"
+        self._respond(turn, exchange, Response(answer.status, content, kind.decode("latin-1")))
 
     def _remember(self, turn: _Turn, plan: LegPlan) -> None:
         """Note where the conversation's KV is now. A turn that decode computed leaves prefill's older KV where it was."""
