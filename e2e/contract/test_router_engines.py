@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,28 +78,35 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         role: EngineSpec(model, transfer(role), python_path=(CONNECTOR,)) for role in ("prefill", "decode")
     }
     specs["plain"] = EngineSpec(model, kv_blocks=1024)
-    with running_all(specs, folder=folder) as engines:
-        config = {
-            "version": 1,
-            "namespace": "default",
-            "name": "demo",
-            "model": {"name": MODEL},
-            "ports": {"http": 0, "admin": 0},
-        }
-        (folder / "router.json").write_text(json.dumps(config))
-        listed = ",".join(
-            f"{role}={engines[role].url}/#{engines[role].ports.control}" for role in ("prefill", "decode")
-        )
-        command = [sys.executable, "-m", "disagg_router", "--host", "127.0.0.1", "--drain-delay", "0"]
-        command += ["--config", str(folder / "router.json"), "--engines", listed]
-        with (folder / "router.log").open("w+") as log, subprocess.Popen(command, stderr=log) as process:
-            try:
-                serving = first_line(folder / "router.log")
-                base = "http://127.0.0.1"
-                yield Running(f"{base}:{serving['port']}", f"{base}:{serving['admin_port']}", **engines)
-            finally:
-                process.terminate()
-                assert process.wait(120) == 0
+    with running_all(specs, folder=folder) as engines, routed(folder, engines) as (router, admin):
+        yield Running(router, admin, **engines)
+
+
+@contextmanager
+def routed(folder: Path, engines: Mapping[str, Engine], **settings: Any) -> Iterator[tuple[str, str]]:
+    """A router in front of them; where it serves and where its admin port is."""
+    config = {
+        "version": 1,
+        "namespace": "default",
+        "name": "demo",
+        "model": {"name": MODEL},
+        "ports": {"http": 0, "admin": 0},
+        **settings,
+    }
+    (folder / "router.json").write_text(json.dumps(config))
+    listed = ",".join(
+        f"{role}={engines[role].url}/#{engines[role].ports.control}" for role in ("prefill", "decode")
+    )
+    command = [sys.executable, "-m", "disagg_router", "--host", "127.0.0.1", "--drain-delay", "0"]
+    command += ["--config", str(folder / "router.json"), "--engines", listed]
+    with (folder / "router.log").open("w+") as log, subprocess.Popen(command, stderr=log) as process:
+        try:
+            serving = first_line(folder / "router.log")
+            base = "http://127.0.0.1"
+            yield f"{base}:{serving['port']}", f"{base}:{serving['admin_port']}"
+        finally:
+            process.terminate()
+            assert process.wait(120) == 0
 
 
 def first_line(log: Path) -> dict[str, Any]:
@@ -236,6 +244,7 @@ async def until(holds: Callable[[], Awaitable[bool]], what: str, seconds: float 
 
 # Of a turn's end alone; its value is the number of turns that prefill has published.
 WRITTEN_BACK = "disagg_kv_writeback_seconds_count"
+COMPUTED = "vllm:request_prefill_kv_computed_tokens_sum"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -259,6 +268,40 @@ async def test_turns_are_those_of_a_plain_engine(asker: Asker, stream: bool) -> 
     assert both_ways, "KV never moved both ways in the last turns"
     recomputed = "disagg_router_recomputed_turns_total"
     assert await asker.metric(asker.running.admin, recomputed) == 0
+
+
+async def test_small_turns_are_right_and_cost_prefill_nothing(
+    asker: Asker, tmp_path: Path, client: aiohttp.ClientSession
+) -> None:
+    """And prefill is brought what it has missed when it is needed again."""
+    engines = {"prefill": asker.running.prefill, "decode": asker.running.decode}
+    with routed(tmp_path, engines, localPrefill={"maxTokens": 100}) as (router, admin):
+        mine = replace(asker, running=replace(asker.running, router=router, admin=admin))
+        messages: list[dict[str, str]] = []
+        for number, (words, where) in enumerate(
+            [(90, "remote"), (5, "small"), (8, "small"), (90, "remote")]
+        ):
+            messages.append({"role": "user", "content": prompt(700 + number, words)})
+            computed = await mine.metric(mine.running.prefill.url, COMPUTED)
+            taken = await mine.metric(admin, "disagg_router_turns_total", where)
+            body = {
+                "model": MODEL,
+                "messages": messages,
+                "temperature": 0,
+                "max_tokens": 40,
+                "ignore_eos": True,
+            }
+            routed_answer, plain = await mine.both(CHAT, body)
+            assert routed_answer == plain
+            messages.append({"role": "assistant", "content": routed_answer["text"]})
+
+            async def counted(where: str = where, taken: float = taken) -> bool:
+                return await mine.metric(admin, "disagg_router_turns_total", where) > taken
+
+            await until(counted, f"turn {number} is counted as {where}")
+            if where == "small":
+                assert await mine.metric(mine.running.prefill.url, COMPUTED) == computed
+        assert await mine.metric(admin, "disagg_router_recomputed_turns_total") == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

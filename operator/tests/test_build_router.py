@@ -38,6 +38,11 @@ def test_the_key_of_the_secret_is_the_file_that_the_router_is_told_of() -> None:
     assert not any(a != b and a.startswith(b + "/") for a in mounts for b in mounts), "none inside another"
 
 
+def test_small_turns_stay_on_decode_only_if_that_is_wanted() -> None:
+    spec = parsed_spec(router={"localPrefill": {"maxTokens": 99}})
+    assert "localPrefill" not in router_config("demo", "default", spec)
+
+
 def test_keys_that_change_roll_no_pod_but_another_secret_does() -> None:
     other = {"router": {"auth": {"apiKeySecretRef": {"name": "other-keys", "key": "keys.txt"}}}}
     assert pod(**AUTH) != pod(**other)

@@ -26,6 +26,7 @@ def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
             "session": {"keys": ["X-Conversation", "X-Session-Id"]},
             "deadlines": {"connectSeconds": 2, "firstByteSeconds": 33, "idleSeconds": 44},
             "limits": {"bodyBytes": 2048, "headBytes": 4096},
+            "localPrefill": {"mode": "Threshold", "maxTokens": 99},
             "auth": {"apiKeySecretRef": {"name": "keys", "key": "keys.txt"}},
         }
     )
@@ -33,6 +34,8 @@ def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
     file.write_text(json.dumps(router_config("demo", "team-a", spec)))
     config = load(file)
     assert (config.namespace, config.name, config.model.name) == ("team-a", "demo", "org/model")
+    assert config.local_prefill is not None
+    assert config.local_prefill.max_tokens == 99
     assert config.auth is not None
     assert config.auth.api_keys_file == "/etc/disagg-keys/api-keys"
     assert config.session.keys == ("X-Conversation", "X-Session-Id")

@@ -81,6 +81,12 @@ class Overload(_Part, frozen=True):
     wait_seconds: _Seconds = 30
 
 
+class LocalPrefill(_Part, frozen=True):
+    """Turns of at most so many new tokens run on decode alone."""
+
+    max_tokens: _Count
+
+
 class Auth(_Part, frozen=True):
     """`api_keys_file` holds the accepted keys, one a line; it is read again when it changes."""
 
@@ -105,6 +111,7 @@ class Config(_Part, frozen=True):
     deadlines: Deadlines = Deadlines()
     limits: Limits = Limits()
     overload: Overload = Overload()
+    local_prefill: LocalPrefill | None = None
     auth: Auth | None = None
 
     def http_limits(self) -> HttpLimits:

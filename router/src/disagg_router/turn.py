@@ -17,6 +17,7 @@ from disagg_router.gate import Gate, OverloadedError
 from disagg_router.handles import Handle, Handles
 from disagg_router.http1 import EngineAnswer, Exchange, Response, UpstreamError
 from disagg_router.legs.handback import split
+from disagg_router.local_prefill import new_tokens
 from disagg_router.logs import event
 from disagg_router.metrics import Metrics
 from disagg_router.pick import Choice, choose
@@ -42,7 +43,7 @@ class _Turn:
     started: float
     client_id: str | None
     passed_on: dict[str, str]
-    # Why decode computes the prompt itself; None while prefill is to do it.
+    # Why decode has to compute the prompt itself, if it has to.
     local_reason: str | None
     last: Placement | None = None
     attempts: int = 0
@@ -57,6 +58,11 @@ class _Turn:
     client_left: bool = False
     waited: float | None = None  # seconds until it was let in
     refusal: Refusal | None = None
+    small: bool = False  # decode computes what is new, by choice
+
+    @property
+    def asks_prefill(self) -> bool:
+        return self.local_reason is None and not self.small
 
 
 class Turns:
@@ -177,7 +183,8 @@ class Turns:
         mode = self._modes.get(choice.decode.mode or self._config.mode)
         if turn.local_reason is None:
             turn.local_reason = self._why_local(turn.body, choice, mode)
-        prefill = choice.prefill if turn.local_reason is None else None
+        turn.small = turn.local_reason is None and self._is_small(turn, choice)
+        prefill = choice.prefill if turn.asks_prefill else None
         mode = mode or self._modes[self._config.mode]
         hands_back = prefill is not None and mode.hands_back
         return LegPlan(
@@ -201,6 +208,14 @@ class Turns:
             return "unknown_mode"
         return mode.why_local(body)
 
+    def _is_small(self, turn: _Turn, choice: Choice) -> bool:
+        """Whether the turn is so small that decode computes it rather than prefill."""
+        settings = self._config.local_prefill
+        if settings is None:
+            return False
+        tokens = new_tokens(turn.body, turn.last is not None and turn.last.decode == choice.decode.name)
+        return tokens is not None and tokens <= settings.max_tokens
+
     def _handle(self, turn: _Turn, prefill: Backend) -> Handle | None:
         """What a decode engine keeps of the conversation's last turn, if it is still there to be read by `prefill`."""
         handle = self._handles.take(turn.session.key)
@@ -223,7 +238,7 @@ class Turns:
             turn.avoid | {turn.choice.decode.name},
         )
         facts = AttemptFacts(
-            with_prefill=turn.local_reason is None,
+            with_prefill=turn.asks_prefill,
             decode_failures=turn.decode_failures,
             other_decode=others is not None,
             budget_left=self._budget.left,
@@ -345,7 +360,7 @@ class Turns:
         if turn.first_byte is not None and turn.code < 400:
             streamed = "true" if turn.body.streamed else "false"
             metrics.first_byte.labels(turn.endpoint, streamed).observe(turn.first_byte)
-            metrics.turns.labels("remote" if turn.local_reason is None else "local").inc()
+            metrics.turns.labels("remote" if turn.asks_prefill else "small" if turn.small else "local").inc()
             if turn.local_reason is not None:
                 metrics.recomputed.labels(turn.local_reason).inc()
         if turn.waited is not None:
@@ -370,8 +385,9 @@ class Turns:
             decode=choice.decode.name if choice else None,
             decode_by=choice.decode_reason if choice else None,
             prefill=_prefill_name(turn),
-            prefill_by=choice.prefill_reason if choice and turn.local_reason is None else None,
+            prefill_by=choice.prefill_reason if choice and turn.asks_prefill else None,
             recomputed=turn.local_reason,
+            small=turn.small or None,
             attempts=turn.attempts,
             refused=turn.refusal.value if turn.refusal else None,
             waited_seconds=round(turn.waited, 4) if turn.waited else None,
@@ -384,6 +400,6 @@ class Turns:
 
 
 def _prefill_name(turn: _Turn) -> str | None:
-    if turn.choice is None or turn.choice.prefill is None or turn.local_reason is not None:
+    if turn.choice is None or turn.choice.prefill is None or not turn.asks_prefill:
         return None
     return turn.choice.prefill.name

@@ -66,8 +66,8 @@ class LocalPrefill(ApiObject):
     mode: Annotated[
         LocalPrefillMode,
         Field(
-            description="Disabled: prefill computes every turn. Threshold (turns of at most maxTokens new tokens run on decode "
-            "alone) and Auto (by a cost model) are not implemented yet."
+            description="Disabled: prefill computes every turn. Threshold: turns of at most maxTokens new tokens run on decode "
+            "alone, which has the conversation in its own prefix cache. Auto (by a cost model) is not implemented yet."
         ),
     ] = LocalPrefillMode.DISABLED
     max_tokens: Annotated[

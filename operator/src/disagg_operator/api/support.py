@@ -66,7 +66,7 @@ def _unless(implemented: str) -> Callable[[str], str | None]:
     return lambda value: None if value == implemented else value
 
 
-_policy, _prefill_mode = _unless(RoutingPolicy.SESSION_AFFINITY), _unless(LocalPrefillMode.DISABLED)
+_policy = _unless(RoutingPolicy.SESSION_AFFINITY)
 _scaling, _strategy = _unless(AutoscalingMode.DISABLED), _unless(RolloutStrategy.PAIRED)
 
 NOT_IMPLEMENTED: tuple[Gap, ...] = (
@@ -78,8 +78,8 @@ NOT_IMPLEMENTED: tuple[Gap, ...] = (
     Gap("spec.router.policy.type", lambda s: _policy(s.router.policy.type), RoutingPolicy.SESSION_AFFINITY),
     Gap(
         "spec.router.localPrefill.mode",
-        lambda s: _prefill_mode(s.router.local_prefill.mode),
-        LocalPrefillMode.DISABLED,
+        lambda s: "Auto" if s.router.local_prefill.mode is LocalPrefillMode.AUTO else None,
+        f"{LocalPrefillMode.DISABLED} or {LocalPrefillMode.THRESHOLD}",
     ),
     Gap("spec.router.tls", lambda s: "a value" if s.router.tls else None, "a gateway in front of the router"),
     Gap("spec.autoscaling.mode", lambda s: _scaling(s.autoscaling.mode), AutoscalingMode.DISABLED),

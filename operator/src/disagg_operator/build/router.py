@@ -3,7 +3,7 @@
 import hashlib
 import json
 
-from ..api.types import DisaggInferenceSpec
+from ..api.types import DisaggInferenceSpec, LocalPrefillMode
 from ..config import Settings
 from ..naming import (
     ADMIN_PORT,
@@ -47,6 +47,8 @@ def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manif
         "deadlines": router.deadlines.to_wire(),
         "limits": router.limits.to_wire(),
     }
+    if router.local_prefill.mode is LocalPrefillMode.THRESHOLD:
+        config["localPrefill"] = {"maxTokens": router.local_prefill.max_tokens}
     if router.auth:
         config["auth"] = {"apiKeysFile": f"{KEYS_DIRECTORY}/{KEYS_FILE}"}
     return config
