@@ -278,9 +278,7 @@ async def test_small_turns_are_right_and_cost_prefill_nothing(
     with routed(tmp_path, engines, localPrefill={"maxTokens": 100}) as (router, admin):
         mine = replace(asker, running=replace(asker.running, router=router, admin=admin))
         messages: list[dict[str, str]] = []
-        for number, (words, where) in enumerate(
-            [(90, "remote"), (5, "small"), (8, "small"), (90, "remote")]
-        ):
+        for number, (words, where) in enumerate([(90, "remote"), (5, "small"), (8, "small"), (90, "remote")]):
             messages.append({"role": "user", "content": prompt(700 + number, words)})
             computed = await mine.metric(mine.running.prefill.url, COMPUTED)
             taken = await mine.metric(admin, "disagg_router_turns_total", where)
