@@ -175,3 +175,22 @@ def test_giving_back_twice_is_giving_back_once() -> None:
     assert loads.state(POD) is State.CLOSED
     second.give_back()
     assert loads.inflight == {}
+
+
+def test_a_probe_that_was_answered_is_a_turn_like_others() -> None:
+    clock = Clock()
+    loads = broken(clock)
+    clock.now += 5
+    first = loads.hold(POD)
+    first.succeeded()
+    with loads.hold(POD) as second:
+        second.failed(Blame.FULL, "decode_broke")
+    first.failed(
+        Blame.FULL, "broken_answer"
+    )  # its answer breaks off with the other's: one loss of the engine
+    clock.now += 5
+    assert loads.state(POD) is State.HALF_OPEN
+    probe = loads.hold(POD)
+    first.give_back()
+    assert loads.snapshot([POD]).suspects, "the probe is still under way"
+    probe.give_back()

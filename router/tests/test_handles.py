@@ -228,3 +228,12 @@ def test_rendered_prompts_are_read(answer: Any, tokens: list[int] | None) -> Non
 )
 def test_prompts_of_tokens_need_no_rendering(body: str, tokens: list[int] | None) -> None:
     assert handback.prompt_in(legs.parse(body.encode())) == tokens
+
+
+def test_what_an_engine_kept_is_gone_when_it_was_away() -> None:
+    store = Handles(Clock(), 100.0)
+    store.put(b"a", handle())
+    assert store.engines([PREFILL, DECODE]) == 0
+    assert store.engines([PREFILL, replace(DECODE, ready=False)]) == 1
+    assert store.engines([PREFILL, DECODE]) == 0
+    assert store.take(b"a") is None

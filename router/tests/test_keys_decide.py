@@ -125,3 +125,7 @@ def test_no_key_is_ever_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     keys.look()
     assert caplog.records
     assert "secret" not in caplog.text + repr([vars(record) for record in caplog.records])
+
+
+def test_a_mark_at_the_beginning_is_no_part_of_a_key() -> None:
+    assert KeyRing(b"\xef\xbb\xbffirst-key\n").accepts(b"first-key")

@@ -217,3 +217,15 @@ def test_echo_in_a_text_completion_needs_decode_only_with_logprobs() -> None:
 )
 def test_prompt_tokens_are_read_if_they_are_there(answer: bytes, tokens: int | None) -> None:
     assert legs.prompt_tokens(answer) == tokens
+
+
+def test_a_name_that_only_python_reads_hides_nothing() -> None:
+    hidden = b'{"prompt": "x", "vllm_xargs": {"kv_transfer_params": "evil", "\xed\xa0\x80": 1}}'
+    with pytest.raises(legs.BadBodyError):
+        legs.parse(hidden)
+
+
+@pytest.mark.parametrize("value", [b'"true"', b"1", b"[]", b'"no"'])
+def test_stream_is_true_or_false(value: bytes) -> None:
+    with pytest.raises(legs.BadBodyError, match="stream"):
+        legs.parse(b'{"prompt": "x", "stream": %s}' % value)

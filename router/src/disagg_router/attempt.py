@@ -19,7 +19,7 @@ from disagg_router.backends import Backend
 from disagg_router.breaker import Blame
 from disagg_router.config import Deadlines
 from disagg_router.handles import Handle
-from disagg_router.http1 import ConnectError, EngineAnswer, EnginePool, UpstreamError
+from disagg_router.http1 import ConnectError, EngineAnswer, EnginePool, StaleConnectionError, UpstreamError
 from disagg_router.http1.message import request_head
 from disagg_router.http1.upstream import COMMENTS, Framing, Prelude
 from disagg_router.legs import handback
@@ -90,9 +90,19 @@ class Outcome:
 
 
 class _PrefillError(Exception):
-    def __init__(self, failure: Failure, message: str) -> None:
+    def __init__(self, failure: Failure, message: str, fault: Blame) -> None:
         super().__init__(message)
         self.failure = failure
+        self.fault = fault
+
+
+def _failed(failure: Failure, message: str, *, excused: bool = False) -> _PrefillError:
+    return _PrefillError(failure, message, Blame.NONE if excused else blame(failure, streamed=False))
+
+
+def _is_stale(error: UpstreamError) -> bool:
+    """Whether a kept connection was cut before anything came back: by the engine's own timer, if not by something between."""
+    return isinstance(error, StaleConnectionError)
 
 
 class Attempt:
@@ -207,7 +217,10 @@ class Attempt:
         except UpstreamError as exc:
             unreachable = isinstance(exc, ConnectError)
             failure = Failure.DECODE_UNREACHABLE if unreachable else Failure.DECODE_BROKE
-            return self._decode_failed(failure, f"decode {plan.decode.name}: {exc}")
+            # vLLM breaks a stream of /v1/responses off where others would be told of a mistake in their request.
+            excused = _is_stale(exc) or (not unreachable and plan.endpoint == "responses")
+            message = f"decode {plan.decode.name}: {exc}"
+            return self._decode_failed(failure, message, excused=excused)
         if answer.status in _ENGINE_ERRORS:
             message = f"decode {plan.decode.name} answered {answer.status}"
             return self._decode_failed(Failure.DECODE_ERROR, message, answer)
@@ -219,20 +232,25 @@ class Attempt:
             self._hold.succeeded()
         return Outcome(None, answer)
 
-    def _decode_failed(self, failure: Failure, message: str, answer: EngineAnswer | None = None) -> Outcome:
-        self._hold.failed(blame(failure, streamed=self._plan.body.streamed), failure.value)
+    def _decode_failed(
+        self, failure: Failure, message: str, answer: EngineAnswer | None = None, *, excused: bool = False
+    ) -> Outcome:
+        fault = Blame.NONE if excused else blame(failure, streamed=self._plan.body.streamed)
+        self._hold.failed(fault, failure.value)
         return Outcome(failure, answer, message)
 
-    def broke_off(self) -> None:
-        """Decode's answer, which had begun, did not come to its end."""
-        self._hold.failed(Blame.FULL, "broken_answer")
+    def broke_off(self, *, silent: bool) -> None:
+        """Decode's answer, which had begun, did not come to its end. Silence a client can ask for (`stream_interval`)."""
+        self._hold.failed(Blame.NONE if silent else Blame.FULL, "broken_answer")
 
     async def _ask_decode(self, body: bytes) -> EngineAnswer:
         plan = self._plan
         head = self._head(plan.decode, legs.PATHS[plan.endpoint], body)
         framing: Framing = "decoded" if plan.decoded or plan.whole else "raw"
         prelude = _PRELUDES.get(plan.endpoint, COMMENTS)
-        return await self._engines.pool.ask(plan.decode.address, head, body, framing, prelude)
+        # Transfer parameters name blocks that are read or written once.
+        once = plan.prefill is not None
+        return await self._engines.pool.ask(plan.decode.address, head, body, framing, prelude, once=once)
 
     async def _ask_prefill(self, prefill: Backend, hold: Hold) -> legs.Params:
         """Have prefill compute the prompt, and say of it how it did; return what decode has to know of it.
@@ -242,7 +260,7 @@ class Attempt:
         try:
             params = await self._compute_prompt(prefill)
         except _PrefillError as exc:
-            hold.failed(blame(exc.failure, streamed=False), exc.failure.value)
+            hold.failed(exc.fault, exc.failure.value)
             if exc.failure in _LOST:
                 self._plan.mode.failed(prefill)
             raise
@@ -256,25 +274,28 @@ class Attempt:
             async with asyncio.timeout(limit):
                 body = mode.prefill_leg(self._plan.body, pair, await self._held(prefill))
                 path = legs.PATHS[self._plan.endpoint]
-                status, answer = await self._read_answer(prefill, path, body, _PREFILL_ANSWER_BYTES)
+                # An answer of /v1/responses repeats much of its request.
+                most = _PREFILL_ANSWER_BYTES + 8 * len(body)
+                status, answer = await self._read_answer(prefill, path, body, most, once=True)
         except TimeoutError:
-            message = f"prefill {prefill.name} was not done in {limit:g} s"
-            raise _PrefillError(Failure.PREFILL_DEADLINE, message) from None
+            raise _failed(
+                Failure.PREFILL_DEADLINE, f"prefill {prefill.name} was not done in {limit:g} s"
+            ) from None
         except UpstreamError as exc:
             unreachable = isinstance(exc, ConnectError)
             failure = Failure.PREFILL_UNREACHABLE if unreachable else Failure.PREFILL_BROKE
-            raise _PrefillError(failure, f"prefill {prefill.name}: {exc}") from exc
+            raise _failed(failure, f"prefill {prefill.name}: {exc}", excused=_is_stale(exc)) from exc
         if status >= 400:
             refused = Failure.PREFILL_REFUSED if status < 500 else Failure.PREFILL_ERROR
             text = answer[:500].decode(errors="replace")
-            raise _PrefillError(refused, f"prefill {prefill.name} answered {status}: {text}")
+            raise _failed(refused, f"prefill {prefill.name} answered {status}: {text}")
         tokens = legs.prompt_tokens(answer)
         if tokens is not None:
             engines.count_prompt_tokens(tokens)
         try:
             return mode.heard(pair, answer, self._told)
         except legs.UnusableAnswerError as exc:
-            raise _PrefillError(Failure.PREFILL_ANSWER, f"prefill {prefill.name}: {exc}") from exc
+            raise _failed(Failure.PREFILL_ANSWER, f"prefill {prefill.name}: {exc}") from exc
 
     @property
     def _prefill_limit(self) -> float:
@@ -321,9 +342,12 @@ class Attempt:
                 _log, logging.DEBUG, "prefill leg failed", request_id=self._plan.request_id, error=str(error)
             )
 
-    async def _read_answer(self, prefill: Backend, path: str, body: bytes, limit: int) -> tuple[int, bytes]:
+    async def _read_answer(
+        self, prefill: Backend, path: str, body: bytes, limit: int, *, once: bool = False
+    ) -> tuple[int, bytes]:
         pool = self._engines.pool
-        answer = await pool.ask(prefill.address, self._head(prefill, path, body), body, "decoded")
+        head = self._head(prefill, path, body)
+        answer = await pool.ask(prefill.address, head, body, "decoded", once=once)
         try:
             content = await answer.read(limit)
         except BaseException:

@@ -61,5 +61,17 @@ class Handles:
         until, handle = self._entries.pop(key, (0.0, None))
         return handle if handle is not None and self._clock() < until else None
 
+    def engines(self, backends: Iterable[Backend]) -> int:
+        """Forget what engines kept that are away: they may come back without it. Returns how many handles that were."""
+        there = {(b.name, b.address) for b in backends if b.takes_turns}
+        lost = [
+            key
+            for key, (_, handle) in self._entries.items()
+            if (handle.decode.name, handle.decode.address) not in there
+        ]
+        for key in lost:
+            del self._entries[key]
+        return len(lost)
+
     def __len__(self) -> int:
         return len(self._entries)

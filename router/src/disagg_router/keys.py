@@ -6,6 +6,7 @@ Keys are compared by their SHA-256, each of them and to the end: how long that t
 from __future__ import annotations
 
 import hmac
+from codecs import BOM_UTF8
 from hashlib import sha256
 
 from disagg_router.http1.message import Headers
@@ -16,7 +17,7 @@ class KeyRing:
 
     def __init__(self, text: bytes = b"") -> None:
         """Read keys, one a line; blank lines and blanks around a key do not count."""
-        lines = (line.strip() for line in text.splitlines())
+        lines = (line.strip() for line in text.removeprefix(BOM_UTF8).splitlines())
         self._digests = frozenset(sha256(line).digest() for line in lines if line)
 
     def __len__(self) -> int:

@@ -92,6 +92,7 @@ class Hold:
         """The pod has answered."""
         if self._loads is not None:
             self._loads.succeeded(self)
+            self.probe = False
 
     def failed(self, blame: Blame, reason: str) -> None:
         """The leg has failed. Once that has been said of a probe, whatever follows is not one."""

@@ -73,6 +73,10 @@ class Router:
             dismiss=self._dismissals.send,
             let_finish=self._dismissals.let_finish,
         )
+        handles = Handles(self._clock, float(self.config.decode_retention_seconds))
+        self.fleet.watchers.append(
+            lambda: self.metrics.handles.labels("gone").inc(handles.engines(self.fleet.backends))
+        )
         turns = Turns(
             self.config,
             self.fleet,
@@ -80,7 +84,7 @@ class Router:
             engines,
             self._modes,
             Memory(self._clock),
-            Handles(self._clock, float(self.config.decode_retention_seconds)),
+            handles,
             self.metrics,
             self._clock,
             _new_id,

@@ -160,7 +160,7 @@ class Turns:
                     assert outcome.answer is not None
                     await self._relay(turn, exchange, plan, outcome.answer)
                     if turn.broken is not None:
-                        attempt.broke_off()
+                        attempt.broke_off(silent=not outcome.answer.ended.done())
                     return
                 action = self._after(turn, outcome.failure)
                 self._note_failure(turn, plan, outcome, action)
@@ -218,7 +218,7 @@ class Turns:
 
     def _handle(self, turn: _Turn, prefill: Backend) -> Handle | None:
         """What a decode engine keeps of the conversation's last turn, if it is still there to be read by `prefill`."""
-        handle = self._handles.take(turn.session.key)
+        handle = self._handles.take(_handle_key(turn))
         if handle is None:
             return None
         if not handle.readable(self._fleet.backends, prefill):
@@ -303,7 +303,7 @@ class Turns:
         if answer.status == 200:
             content, handback = split(turn.body, content)
             if handback is not None:
-                self._handles.put(turn.session.key, Handle(plan.decode, handback))
+                self._handles.put(_handle_key(turn), Handle(plan.decode, handback))
                 self._engines.count_handle("kept")
         kind = answer.headers.get(b"content-type") or b"application/json"
         self._respond(turn, exchange, Response(answer.status, content, kind.decode("latin-1")))
@@ -397,6 +397,11 @@ class Turns:
             broken=turn.broken,
             client_left=turn.client_left or None,
         )
+
+
+def _handle_key(turn: _Turn) -> bytes:
+    """Of a conversation, and of who may share its KV."""
+    return turn.session.key + bytes(turn.body.fields.get("cache_salt", b""))
 
 
 def _prefill_name(turn: _Turn) -> str | None:

@@ -17,7 +17,7 @@ from disagg_router.http1.upstream import (
 )
 
 # vLLM's server closes a connection that has been silent for 5 s; staying well below it makes the race between our
-# request and its close rare. The rest of that race is `StaleConnectionError`, which is retried here.
+# request and its close rare. The rest of that race is `StaleConnectionError`.
 _IDLE_SECONDS = 2.0
 _IDLE_PER_ADDRESS = 64
 
@@ -39,18 +39,23 @@ class EnginePool:
         body: bytes,
         framing: Framing = "raw",
         prelude: Prelude = COMMENTS,
+        *,
+        once: bool = False,
     ) -> EngineAnswer:
         """Send a request and wait until its answer has begun.
 
         Raises ConnectError or BrokenAnswerError. If the caller is cancelled the connection is closed, which tells the
-        engine to stop. A kept-alive connection that died before it was used is replaced by a fresh one, once.
+        engine to stop. A kept-alive connection that dies before a byte has come back is replaced by a fresh one and the
+        request sent again, since most often the engine has never seen it. It may have, so for one that must not be
+        served twice (`once`) that is a StaleConnectionError.
         """
         kept = self._take(address)
         if kept is not None:
             try:
                 return await self._begun(kept.start(head, body, framing, prelude))
             except StaleConnectionError:
-                pass
+                if once:
+                    raise
         connection = await self._connect(address)
         return await self._begun(connection.start(head, body, framing, prelude))
 

@@ -171,6 +171,8 @@ def parse(body: bytes, endpoint: Endpoint = "chat") -> Body:
         raise BadBodyError("The body of the request must be a JSON object.") from None
     except (msgspec.DecodeError, RecursionError) as exc:
         raise BadBodyError(f"The body of the request is not valid JSON: {exc}") from None
+    if bytes(fields.get("stream", b"null")) not in (b"true", b"false", b"null"):
+        raise BadBodyError("`stream` must be true or false.")  # an engine takes "true" and 1 for true as well
     for name in _TRANSFER_FIELDS & fields.keys():
         del fields[name]
     if "vllm_xargs" in fields:
@@ -183,6 +185,10 @@ def _without_transfer_fields(raw: msgspec.Raw) -> msgspec.Raw:
     try:
         xargs = _object.decode(raw)
     except (msgspec.DecodeError, RecursionError):
+        if bytes(raw).startswith(
+            b"{"
+        ):  # Python reads names that msgspec does not: those with half a surrogate pair
+            raise BadBodyError("`vllm_xargs` is not valid JSON.") from None
         return raw  # no object: the engine refuses it
     for name in _TRANSFER_FIELDS & xargs.keys():
         del xargs[name]
@@ -224,6 +230,8 @@ def why_refused(body: Body) -> tuple[str, str] | None:
         return "previous_response_id", (
             "Responses are not stored, so there is no previous one: send the whole conversation in `input`."
         )
+    if _set(body, "conversation"):
+        return "conversation", "Conversations are not stored: send the whole conversation in `input`."
     if _set(body, "background"):
         return "background", (
             "Responses are not stored, so one that runs in the background could not be fetched: "
