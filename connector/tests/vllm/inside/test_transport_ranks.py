@@ -20,6 +20,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
@@ -95,6 +96,8 @@ class Model:
         made = EngineArgs(
             model=str(folder), skip_tokenizer_init=True, dtype="float32", block_size=self.block_size,
             kv_cache_dtype=self.kv_dtype, kv_transfer_config=transfer, max_model_len=512,
+            # Left alone, vLLM takes another on a CPU with AMX, of blocks of another size.
+            attention_backend=AttentionBackendEnum.CPU_MLA if self.mla else None,
         ).create_engine_config()  # fmt: skip
         made.cache_config.num_gpu_blocks = BLOCKS
         made.cache_config.kv_cache_layout = "LBNHC" if self.mla else "LBHNC"
