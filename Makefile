@@ -50,6 +50,10 @@ bench-footprint: .venv/ready ## CPU and memory of operator, router and engines a
 bench-connector: .venv/ready ## CPU of the connector's hooks in an engine step; BEFORE=FOLDER compares with another connector/src
 	$(VENV)/python -m bench.connector_step $(if $(BEFORE),--before $(BEFORE))
 
+.PHONY: bench-router
+bench-router: .venv/ready ## What the router costs on the way of a stream, beside PyPI's vllm-router; writes build/reports/router.json
+	$(VENV)/python -m bench.router
+
 ##@ Develop
 .PHONY: prepare
 prepare: .venv/ready ## Build and cache what tests and demo need: Kubernetes, vLLM on CPU, the models

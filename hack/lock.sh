@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../requirements"
 uv=${UV:-uv}
 common=(--generate-hashes --python-version 3.11 --no-emit-index-url --no-header --quiet)
-for name in uv operator router dev; do
+for name in uv operator router dev bench-router; do
     "$uv" pip compile "$name.in" -o "$name.txt" --universal "${common[@]}"
 done
 "$uv" pip compile engine-cpu.in --override engine-cpu.override -o engine-cpu.txt "${common[@]}"
