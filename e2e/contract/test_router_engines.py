@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,56 +15,31 @@ import aiohttp
 import openai
 import pytest
 
-from e2e.engines import Engine, EngineSpec, Ports, running_all
+from e2e.contract.harness import (
+    CHAT,
+    CONNECTOR,
+    MODEL,
+    RESPONSES,
+    TEXT,
+    Asker,
+    RouterPorts,
+    Running,
+    becomes,
+    prompt,
+    read_stream,
+    read_whole,
+    request,
+    running_router,
+    transfer,
+    until,
+)
+from e2e.engines import Engine, EngineSpec, running_all
 from e2e.images.engine import ensure_model
 
 pytestmark = pytest.mark.engine
 
-MODEL = "test"
-CONNECTOR = Path(__file__).parents[2] / "connector" / "src"
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-READY_SECONDS = 120.0
 # A crowded machine may compute a turn where its KV was to go, or give its write-back up: the next one shows it.
 MOST_TURNS = 6
-WORDS = [
-    "river",
-    "stone",
-    "lamp",
-    "cloud",
-    "paper",
-    "engine",
-    "window",
-    "garden",
-    "silver",
-    "north",
-    "winter",
-    "bread",
-    "letter",
-]
-
-
-def transfer(role: str) -> Callable[[Ports], Mapping[str, Any]]:
-    def config(ports: Ports) -> Mapping[str, Any]:
-        return {
-            "kv_connector": "BidirectionalPushConnector",
-            "kv_connector_module_path": "disagg_connector.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"role": role, "control_port": ports.control},
-        }
-
-    return config
-
-
-@dataclass(frozen=True)
-class Running:
-    """Two engines behind a router, and a plain one that says what is right."""
-
-    router: str
-    admin: str
-    prefill: Engine
-    decode: Engine
-    plain: Engine
 
 
 @pytest.fixture(scope="module")
@@ -78,44 +50,16 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         role: EngineSpec(model, transfer(role), python_path=(CONNECTOR,)) for role in ("prefill", "decode")
     }
     specs["plain"] = EngineSpec(model, kv_blocks=1024)
-    with running_all(specs, folder=folder) as engines, routed(folder, engines) as (router, admin):
-        yield Running(router, admin, **engines)
+    with running_all(specs, folder=folder) as engines, routed(folder, engines) as router:
+        yield Running(router.url, router.admin_url, **engines)
 
 
-@contextmanager
-def routed(folder: Path, engines: Mapping[str, Engine], **settings: Any) -> Iterator[tuple[str, str]]:
-    """A router in front of them; where it serves and where its admin port is."""
-    config = {
-        "version": 1,
-        "namespace": "default",
-        "name": "demo",
-        "model": {"name": MODEL},
-        "ports": {"http": 0, "admin": 0},
-        **settings,
-    }
-    (folder / "router.json").write_text(json.dumps(config))
-    listed = ",".join(
-        f"{role}={engines[role].url}/#{engines[role].ports.control}" for role in ("prefill", "decode")
-    )
-    command = [sys.executable, "-m", "disagg_router", "--host", "127.0.0.1", "--drain-delay", "0"]
-    command += ["--config", str(folder / "router.json"), "--engines", listed]
-    with (folder / "router.log").open("w+") as log, subprocess.Popen(command, stderr=log) as process:
-        try:
-            serving = first_line(folder / "router.log")
-            base = "http://127.0.0.1"
-            yield f"{base}:{serving['port']}", f"{base}:{serving['admin_port']}"
-        finally:
-            process.terminate()
-            assert process.wait(120) == 0
-
-
-def first_line(log: Path) -> dict[str, Any]:
-    deadline = time.monotonic() + READY_SECONDS
-    while "\n" not in log.read_text():
-        assert time.monotonic() < deadline, f"the router has not started within {READY_SECONDS} s"
-        time.sleep(0.05)
-    line: dict[str, Any] = json.loads(log.read_text().splitlines()[0])
-    return line
+def routed(
+    folder: Path, engines: Mapping[str, Engine], **settings: Any
+) -> AbstractContextManager[RouterPorts]:
+    """A router in front of them, with these settings beside what it needs."""
+    config = {"version": 1, "namespace": "default", "name": "demo", "model": {"name": MODEL}, **settings}
+    return running_router(folder, engines, config)
 
 
 @pytest.fixture
@@ -124,122 +68,9 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-@dataclass
-class Asker:
-    """Asks the router and the plain engine the same things."""
-
-    running: Running
-    client: aiohttp.ClientSession
-
-    async def post(self, url: str, path: str, body: Mapping[str, Any]) -> tuple[int, str, bytes]:
-        async with self.client.post(url + path, json=body) as response:
-            return response.status, response.content_type, await response.read()
-
-    async def both(self, path: str, body: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The two answers, as what a client makes of them."""
-        answers = []
-        for url in (self.running.router, self.running.plain.url):
-            status, _, content = await self.post(url, path, body)
-            assert status == 200, content
-            answers.append(read_stream(content) if body.get("stream") else read_whole(content))
-        return answers[0], answers[1]
-
-    async def moved(self) -> float:
-        """Prompt tokens that decode received from prefill so far."""
-        return await self.metric(
-            self.running.decode.url, "vllm:prompt_tokens_by_source_total", "external_kv_transfer"
-        )
-
-    async def idle(self) -> bool:
-        """Nothing runs or waits on either engine, and the router counts nothing."""
-        counts = [
-            await self.metric(engine.url, f"vllm:num_requests_{state}")
-            for engine in (self.running.prefill, self.running.decode)
-            for state in ("running", "waiting")
-        ]
-        return sum(counts) + await self.metric(self.running.admin, "disagg_router_inflight_legs") == 0
-
-    async def metric(self, url: str, name: str, label: str = "") -> float:
-        async with self.client.get(url + "/metrics") as response:
-            text = await response.text()
-        lines = [
-            line for line in text.splitlines() if re.match(rf"{re.escape(name)}[ {{]", line) and label in line
-        ]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-
 @pytest.fixture
 def asker(running: Running, client: aiohttp.ClientSession) -> Asker:
     return Asker(running, client)
-
-
-def read_whole(content: bytes) -> dict[str, Any]:
-    answer = json.loads(content)
-    if answer["object"] == "response":
-        return read_response(answer)
-    choice = answer["choices"][0]
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
-    return {
-        "text": text,
-        "finish": choice["finish_reason"],
-        "logprobs": choice.get("logprobs"),
-        "tokens": answer["usage"]["completion_tokens"],
-    }
-
-
-def read_stream(content: bytes) -> dict[str, Any]:
-    events = [line.removeprefix("data: ") for line in content.decode().split("\n\n") if line]
-    if events[0].startswith("event: response.created"):
-        return read_response_events(events)
-    assert events[-1] == "[DONE]"
-    chunks = [json.loads(event) for event in events[:-1]]
-    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
-    text = "".join((c["delta"].get("content") or "") if "delta" in c else c["text"] for c in choices)
-    return {"text": text, "finish": choices[-1]["finish_reason"], "usage": chunks[-1].get("usage")}
-
-
-def read_response(answer: dict[str, Any]) -> dict[str, Any]:
-    [message] = answer["output"]
-    usage = {name: answer["usage"][name] for name in ("input_tokens", "output_tokens")}
-    return {"text": message["content"][0]["text"], "status": answer["status"], "usage": usage}
-
-
-def read_response_events(events: list[str]) -> dict[str, Any]:
-    said = [json.loads(event.partition("\ndata: ")[2]) for event in events]
-    assert [event["type"] for event in said[:2]] == ["response.created", "response.in_progress"]
-    assert [event["sequence_number"] for event in said] == list(range(len(said)))
-    read = read_response(said[-1]["response"])
-    deltas = [event["delta"] for event in said if event["type"] == "response.output_text.delta"]
-    assert "".join(deltas) == read["text"]
-    return read
-
-
-def prompt(number: int, words: int = 120) -> str:
-    """A text that no other test sends."""
-    return (
-        " ".join(WORDS[(number * 31 + i * i + i * number) % len(WORDS)] for i in range(words)) + f" {number}"
-    )
-
-
-def request(path: str, number: int, /, **fields: Any) -> dict[str, Any]:
-    said = (
-        {"messages": [{"role": "user", "content": prompt(number)}]}
-        if path == CHAT
-        else {"prompt": prompt(number)}
-    )
-    return {"model": MODEL, "temperature": 0, "max_tokens": 40, "ignore_eos": True, **said, **fields}
-
-
-async def becomes(holds: Callable[[], Awaitable[bool]], seconds: float) -> bool:
-    for _ in range(int(seconds / 0.1)):
-        if await holds():
-            return True
-        await asyncio.sleep(0.1)
-    return False
-
-
-async def until(holds: Callable[[], Awaitable[bool]], what: str, seconds: float = 120.0) -> None:
-    assert await becomes(holds, seconds), f"not within {seconds} s: {what}"
 
 
 # Of a turn's end alone; its value is the number of turns that prefill has published.
@@ -275,8 +106,9 @@ async def test_small_turns_are_right_and_cost_prefill_nothing(
 ) -> None:
     """And prefill is brought what it has missed when it is needed again."""
     engines = {"prefill": asker.running.prefill, "decode": asker.running.decode}
-    with routed(tmp_path, engines, localPrefill={"maxTokens": 100}) as (router, admin):
-        mine = replace(asker, running=replace(asker.running, router=router, admin=admin))
+    with routed(tmp_path, engines, localPrefill={"maxTokens": 100}) as router:
+        admin = router.admin_url
+        mine = replace(asker, running=replace(asker.running, router=router.url, admin=admin))
         messages: list[dict[str, str]] = []
         for number, (words, where) in enumerate([(90, "remote"), (5, "small"), (8, "small"), (90, "remote")]):
             messages.append({"role": "user", "content": prompt(700 + number, words)})

@@ -9,8 +9,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +23,17 @@ from disagg_operator.api.types import DisaggInferenceSpec
 from disagg_operator.build.engine import engine_arguments, kv_transfer_config
 from disagg_operator.build.router import router_config
 from disagg_operator.naming import Component
-from e2e.contract.test_router_engines import first_line, prompt, read_stream, read_whole
+from e2e.contract.harness import (
+    CHAT,
+    CONNECTOR,
+    MODEL,
+    TEXT,
+    RouterPorts,
+    prompt,
+    read_stream,
+    read_whole,
+    running_router,
+)
 from e2e.engines import HOST, Engine, EngineSpec, Ports, live_members, running_all
 from e2e.images.engine import ensure_model
 
@@ -34,7 +42,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 CONVERSATIONS = int(os.environ.get("DISAGG_MODE_CONVERSATIONS", "4"))
 MANY = 200
 TURNS = 4
-CONNECTOR = Path(__file__).parents[2] / "connector" / "src"
 MODES: dict[str, dict[str, Any]] = {
     "Pull": {},
     "Push": {},
@@ -47,7 +54,7 @@ MODES: dict[str, dict[str, Any]] = {
 def spec_of(mode: str) -> DisaggInferenceSpec:
     return DisaggInferenceSpec.model_validate(
         {
-            "model": {"uri": "file:///model", "name": "test"},
+            "model": {"uri": "file:///model", "name": MODEL},
             "engine": {"image": "x", "device": "CPU"},
             "kvTransfer": {"mode": mode, **MODES[mode]},
         }
@@ -86,8 +93,7 @@ class Served:
     """A prefill and a decode engine in one mode behind a router, and a plain engine that says what is right."""
 
     mode: str
-    port: int
-    admin: int
+    router: RouterPorts
     prefill: Engine
     decode: Engine
     plain: Engine
@@ -96,7 +102,7 @@ class Served:
     def post(
         self, content: Mapping[str, Any], path: str, port: int | None = None, session: str = ""
     ) -> bytes:
-        connection = http.client.HTTPConnection(HOST, port or self.port, timeout=300)
+        connection = http.client.HTTPConnection(HOST, port or self.router.http, timeout=300)
         try:
             headers = {"Content-Type": "application/json", **({"X-Session-Id": session} if session else {})}
             connection.request("POST", path, json.dumps(content), headers)
@@ -114,7 +120,7 @@ class Served:
 
         def answer(history: list[int], tokens: int) -> list[int]:
             content = {**body(history, tokens), "stream": stream}
-            text = self.post(content, "/v1/completions", session=session)
+            text = self.post(content, TEXT, session=session)
             got = _streamed_tokens(text) if stream else json.loads(text)["choices"][0]["token_ids"]
             assert len(got) == tokens
             difference = differs(self.plain, history, got)
@@ -124,12 +130,13 @@ class Served:
         for _ in range(turns):
             said.ask(answer)
 
-    def router(self, name: str, **labels: str) -> float:
-        with urlopen(f"http://{HOST}:{self.admin}/metrics", timeout=60) as page:
+    def counted(self, name: str, **labels: str) -> float:
+        """By the router."""
+        with urlopen(self.router.admin_url + "/metrics", timeout=60) as page:
             return count(page.read().decode(), name, **labels)
 
     def local(self) -> float:
-        return self.router("disagg_router_turns_total", prefill="local")
+        return self.counted("disagg_router_turns_total", prefill="local")
 
 
 def _streamed_tokens(text: bytes) -> list[int]:
@@ -156,20 +163,9 @@ def serving(mode: str, model: Path, plain: Engine, folder: Path) -> Iterator[Ser
         plain.wait_ready()
         for engine in engines.values():
             _let_run_everywhere(engine)
-        config = router_config("modes", "default", spec_of(mode)) | {"ports": {"http": 0, "admin": 0}}
-        (folder / "router.json").write_text(json.dumps(config))
-        listed = ",".join(f"{name}={e.url}/#{e.ports.control}" for name, e in engines.items())
-        command = [sys.executable, "-m", "disagg_router", "--host", HOST, "--drain-delay", "0"]
-        command += ["--config", str(folder / "router.json"), "--engines", listed]
-        with (folder / "router.log").open("w+") as log, subprocess.Popen(command, stderr=log) as process:
-            try:
-                said = first_line(folder / "router.log")
-                yield Served(
-                    mode, said["port"], said["admin_port"], engines["prefill"], engines["decode"], plain
-                )
-            finally:
-                process.terminate()
-                assert process.wait(30) == 0
+        config = router_config("modes", "default", spec_of(mode))
+        with running_router(folder, engines, config) as router:
+            yield Served(mode, router, engines["prefill"], engines["decode"], plain)
 
 
 def _let_run_everywhere(engine: Engine) -> None:
@@ -206,7 +202,7 @@ def converse_and_count(served: Served, conversations: int) -> None:
     """Every fourth conversation is streamed."""
     prefill, decode = served.prefill, served.decode
     before = {engine.name: (external(engine), moved_bytes(engine)) for engine in (prefill, decode)}
-    used = served.router("disagg_router_handles_total", result="used")
+    used = served.counted("disagg_router_handles_total", result="used")
     local = served.local()
     for number in range(conversations):
         served.converse(stream=number % 4 == 3)
@@ -231,7 +227,7 @@ def converse_and_count(served: Served, conversations: int) -> None:
         assert counter(engine, "vllm:nixl_num_notifications_after_expiry_total") == 0
     if served.mode == "BidirectionalPull":
         continued = (TURNS - 1) * (conversations - conversations // 4)
-        assert served.router("disagg_router_handles_total", result="used") - used == continued
+        assert served.counted("disagg_router_handles_total", result="used") - used == continued
         # An answer of 60 tokens, of which prefill lacks more than a block.
         wait_until(lambda: grown(prefill, 32 * continued)[0], "prefill read what decode had made")
 
@@ -252,12 +248,12 @@ def test_chats_are_those_of_a_plain_engine(served: Served, stream: bool) -> None
     read = read_stream if stream else read_whole
     for turn in range(TURNS):
         messages.append({"role": "user", "content": prompt(200 + 10 * stream + turn, 20)})
-        said = {"model": "test", "messages": messages, "temperature": 0, "max_tokens": 40, "stream": stream}
-        routed = read(served.post(said, "/v1/chat/completions"))
-        assert routed == read(served.post(said, "/v1/chat/completions", served.plain.ports.http))
+        said = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 40, "stream": stream}
+        routed = read(served.post(said, CHAT))
+        assert routed == read(served.post(said, CHAT, served.plain.ports.http))
         messages.append({"role": "assistant", "content": routed["text"]})
-    known = sum(served.router("disagg_router_handles_total", result=r) for r in ("used", "other_prompt"))
-    assert served.router("disagg_router_handles_total", result="unread") == 0
+    known = sum(served.counted("disagg_router_handles_total", result=r) for r in ("used", "other_prompt"))
+    assert served.counted("disagg_router_handles_total", result="unread") == 0
     assert stream or (known > 0) == (served.mode == "BidirectionalPull")
 
 
