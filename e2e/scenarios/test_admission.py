@@ -249,12 +249,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a key that the router does not have": (
         {"engine": {"image": "x", "extraArgs": ["--api-key=secret"]}},
         "spec.engine.extraArgs",
-        "Put keys and TLS in front of the router",
+        "Set spec.router.auth and spec.router.tls instead",
     ),
     "TLS that the router does not speak": (
         {"decode": {"extraArgs": ["--ssl_certfile", "/cert"]}},
         "spec.decode.extraArgs",
-        "Put keys and TLS in front of the router",
+        "Set spec.router.auth and spec.router.tls instead",
     ),
     "a socket in place of the port": (
         {"prefill": {"extraArgs": ["--uds", "/tmp/x"]}},

@@ -5,7 +5,9 @@ from typing import Any
 from operator_world import SETTINGS, World, minimal_spec, parsed_spec, resource
 
 from disagg_operator.build.router import build_router, build_router_config, router_config
+from disagg_operator.build.services import build_router_service
 
+TLS: dict[str, Any] = {"router": {"tls": {"secretName": "team-tls"}}}
 AUTH: dict[str, Any] = {"router": {"auth": {"apiKeySecretRef": {"name": "team-keys", "key": "keys.txt"}}}}
 
 
@@ -15,9 +17,14 @@ def pod(**changes: Any) -> Any:
     return build_router("demo", "default", spec, config, SETTINGS)["spec"]["template"]
 
 
-def test_without_auth_nothing_is_mounted_and_nothing_is_said_of_it() -> None:
+def service(**changes: Any) -> Any:
+    return build_router_service("demo", "default", parsed_spec(**changes).router)["spec"]
+
+
+def test_without_auth_and_tls_nothing_is_mounted_and_nothing_is_said_of_them() -> None:
     assert [volume["name"] for volume in pod()["spec"]["volumes"]] == ["config"]
-    assert "auth" not in router_config("demo", "default", parsed_spec())
+    config = router_config("demo", "default", parsed_spec())
+    assert not {"auth", "tls"} & config.keys()
 
 
 def test_the_key_of_the_secret_is_the_file_that_the_router_is_told_of() -> None:
@@ -36,6 +43,60 @@ def test_the_key_of_the_secret_is_the_file_that_the_router_is_told_of() -> None:
     assert told == f"{mount['mountPath']}/api-keys"
     mounts = [mount["mountPath"] for mount in main["volumeMounts"]]
     assert not any(a != b and a.startswith(b + "/") for a in mounts for b in mounts), "none inside another"
+
+
+def test_the_certificate_and_its_key_are_the_files_that_the_router_is_told_of() -> None:
+    spec = pod(**TLS)["spec"]
+    volume = next(volume for volume in spec["volumes"] if volume["name"] == "tls")
+    files = [{"key": name, "path": name} for name in ("tls.crt", "tls.key")]
+    assert volume["secret"] == {"secretName": "team-tls", "items": files, "optional": False}
+    (main,) = spec["containers"]
+    mount = next(mount for mount in main["volumeMounts"] if mount["name"] == "tls")
+    assert mount["readOnly"]
+    assert "subPath" not in mount, "a single file would never change"
+    told = router_config("demo", "default", parsed_spec(**TLS))["tls"]
+    assert told == {
+        f"{what}File": f"{mount['mountPath']}/tls.{end}"
+        for what, end in (("certificate", "crt"), ("key", "key"))
+    }
+
+
+def test_keys_and_tls_go_together() -> None:
+    both = {"router": TLS["router"] | AUTH["router"]}
+    names = [volume["name"] for volume in pod(**both)["spec"]["volumes"]]
+    assert names == ["config", "api-keys", "tls"]
+    mounts = [mount["mountPath"] for mount in pod(**both)["spec"]["containers"][0]["volumeMounts"]]
+    assert len(set(mounts)) == 3
+    assert not any(a != b and a.startswith(b + "/") for a in mounts for b in mounts), "none inside another"
+
+
+def test_clients_are_told_of_https_and_probes_are_not() -> None:
+    (plain,), (encrypted,) = service()["ports"], service(**TLS)["ports"]
+    assert (plain["name"], "appProtocol" in plain) == ("http", False)
+    assert (encrypted["name"], encrypted["appProtocol"]) == ("https", "https")
+    names = {port["name"]: port["containerPort"] for port in pod(**TLS)["spec"]["containers"][0]["ports"]}
+    assert {encrypted["targetPort"]: 8000, "admin": 8001} == names
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        get = pod(**TLS)["spec"]["containers"][0][probe]["httpGet"]
+        assert (get["port"], get.get("scheme", "HTTP")) == ("admin", "HTTP")
+
+
+def test_a_certificate_rolls_the_routers_and_no_engine_and_changes_the_endpoint() -> None:
+    world = World(resource(minimal_spec()))
+    before = world.settle().status
+    assert before.endpoint == "http://demo-router.default.svc:8000/v1"
+    engines = {name: p.template for name, p in world.pods.items() if "router" not in name}
+    world.edit(**TLS)
+    said = world.settle().status
+    assert said.endpoint == "https://demo-router.default.svc:8000/v1"
+    ready = world.condition("Ready")
+    assert ready is not None
+    assert ready["status"] == "True"
+    routers = [p for name, p in world.pods.items() if "router" in name]
+    assert len(routers) == 2
+    for router in routers:
+        assert "tls" in [volume["name"] for volume in router.template["spec"]["volumes"]]
+    assert {name: p.template for name, p in world.pods.items() if "router" not in name} == engines
 
 
 def test_small_turns_stay_on_decode_only_if_that_is_wanted() -> None:
@@ -68,8 +129,8 @@ def test_asking_for_keys_rolls_the_routers_and_no_engine() -> None:
 
 
 def test_the_operator_itself_looks_at_no_key() -> None:
-    """The Secret is the user's: it is neither read, applied nor pruned."""
-    world = World(resource(minimal_spec(**AUTH)))
+    """The Secrets are the user's: they are neither read, applied nor pruned."""
+    world = World(resource(minimal_spec(router=TLS["router"] | AUTH["router"])))
     plan = world.plan()
     applied = [item for item in plan.apply if item["kind"] == "Secret"]
     assert not applied

@@ -28,6 +28,7 @@ def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
             "limits": {"bodyBytes": 2048, "headBytes": 4096},
             "localPrefill": {"mode": "Threshold", "maxTokens": 99},
             "auth": {"apiKeySecretRef": {"name": "keys", "key": "keys.txt"}},
+            "tls": {"secretName": "certificate"},
         }
     )
     file = tmp_path / "router.json"
@@ -38,6 +39,9 @@ def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
     assert config.local_prefill.max_tokens == 99
     assert config.auth is not None
     assert config.auth.api_keys_file == "/etc/disagg-keys/api-keys"
+    assert config.tls is not None
+    assert config.tls.certificate_file == "/etc/disagg-tls/tls.crt"
+    assert config.tls.key_file == "/etc/disagg-tls/tls.key"
     assert config.session.keys == ("X-Conversation", "X-Session-Id")
     assert (config.deadlines.connect_seconds, config.deadlines.first_byte_seconds) == (2, 33)
     assert (config.deadlines.idle_seconds, config.limits.body_bytes, config.limits.head_bytes) == (

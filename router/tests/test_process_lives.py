@@ -219,6 +219,16 @@ async def test_api_keys_are_exchanged_while_the_router_serves(tmp_path: Path) ->
             ("--engines", "decode=http://a:1"),
             "api keys",
         ),
+        (
+            {**CONFIG, "tls": {"certificateFile": "/nowhere/tls.crt", "keyFile": "/nowhere/tls.key"}},
+            ("--engines", "decode=http://a:1"),
+            "/nowhere/tls.crt: tls certificate and key cannot be read",
+        ),
+        (
+            {**CONFIG, "tls": {"certificateFile": "/dev/null", "keyFile": "/dev/null"}},
+            ("--engines", "decode=http://a:1"),
+            "/dev/null, /dev/null: not a certificate with its key",
+        ),
         ({**CONFIG, "mode": "Teleport"}, (), "mode"),
         (CONFIG, ("--engines", "prefill=nonsense"), "--engines"),
         (CONFIG, (), "kubeconfig"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from disagg_router.certfile import CertFile
 from disagg_router.errors import error_response
 from disagg_router.http1 import Connections, Exchange, HttpLimits, RequestHead, Response, ServerConnection
 
@@ -60,8 +62,8 @@ class Client:
 
 
 @asynccontextmanager
-async def connect(port: int) -> AsyncIterator[Client]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def connect(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
     try:
         yield Client(reader, writer)
     finally:
@@ -86,6 +88,7 @@ class CoreServer:
     handler: Handler = echo
     limits: HttpLimits = field(default_factory=HttpLimits)
     admit: Callable[[RequestHead], Response | None] = lambda head: None
+    certificate: CertFile | None = None
     handled: list[str] = field(default_factory=list)
     cancelled: int = 0
     connections: Connections = field(default_factory=Connections)
@@ -107,6 +110,7 @@ async def core_server(**settings: Any) -> AsyncIterator[CoreServer]:
         lambda: ServerConnection(core._handle, core.admit, error_response, core.limits, core.connections),
         "127.0.0.1",
         0,
+        **(core.certificate.listening(core.limits) if core.certificate else {}),
     )
     core.port = server.sockets[0].getsockname()[1]
     try:

@@ -101,6 +101,7 @@ def owner_reference(name: str, uid: str) -> Manifest:
     }
 
 
-def endpoint(name: str, namespace: str, port: int) -> str:
+def endpoint(name: str, namespace: str, port: int, *, encrypted: bool) -> str:
     """The base URL that an OpenAI client in the cluster is given; `port` is that of the router's Service."""
-    return f"http://{role_name(name, Component.ROUTER)}.{namespace}.svc:{port}/v1"
+    scheme = "https" if encrypted else "http"
+    return f"{scheme}://{role_name(name, Component.ROUTER)}.{namespace}.svc:{port}/v1"

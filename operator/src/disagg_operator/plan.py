@@ -307,7 +307,10 @@ def _role_status(facts: Facts, component: Component) -> RoleStatus:
 def _endpoint(wanted: Wanted) -> str | None:
     if wanted.spec is None:
         return wanted.previous.endpoint
-    return endpoint(wanted.owner.name, wanted.owner.namespace, wanted.spec.router.service.port)
+    router = wanted.spec.router
+    return endpoint(
+        wanted.owner.name, wanted.owner.namespace, router.service.port, encrypted=router.tls is not None
+    )
 
 
 def _transfer(spec: DisaggInferenceSpec | None) -> TransferStatus | None:

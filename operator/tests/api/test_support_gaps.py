@@ -22,7 +22,6 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("spec.kvTransfer.loadFailurePolicy", {"kvTransfer": {"loadFailurePolicy": "Fail"}}, "Fail"),
     ("spec.router.policy.type", {"router": {"policy": {"type": "RoundRobin"}}}, "RoundRobin"),
     ("spec.router.localPrefill.mode", {"router": {"localPrefill": {"mode": "Auto"}}}, "Auto"),
-    ("spec.router.tls", {"router": {"tls": {"secretName": "a"}}}, "a value"),
     ("spec.autoscaling.mode", {"autoscaling": {"mode": "External"}}, "External"),
     ("spec.rollout.strategy", {"rollout": {"strategy": "Recreate"}}, "Recreate"),
     ("spec.rollout.maxSurge", {"rollout": {"maxSurge": 0}}, "0"),

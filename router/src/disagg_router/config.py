@@ -87,6 +87,13 @@ class LocalPrefill(_Part, frozen=True):
     max_tokens: _Count
 
 
+class Tls(_Part, frozen=True):
+    """PEM files, read again when they change. The http port speaks HTTPS only."""
+
+    certificate_file: _Name
+    key_file: _Name
+
+
 class Auth(_Part, frozen=True):
     """`api_keys_file` holds the accepted keys, one a line; it is read again when it changes."""
 
@@ -113,6 +120,7 @@ class Config(_Part, frozen=True):
     overload: Overload = Overload()
     local_prefill: LocalPrefill | None = None
     auth: Auth | None = None
+    tls: Tls | None = None
 
     def http_limits(self) -> HttpLimits:
         return HttpLimits(

@@ -15,6 +15,7 @@ from disagg_router.admin import Admin
 from disagg_router.app import App
 from disagg_router.attempt import Engines
 from disagg_router.backends import Fleet
+from disagg_router.certfile import CertFile
 from disagg_router.config import Config
 from disagg_router.discovery import Source
 from disagg_router.dismissal import Dismissals
@@ -60,7 +61,8 @@ class Router:
         self.metrics.turn_limit.set_function(lambda: self.gate.limit or 0)
 
     async def start(self, source: Source) -> None:
-        """Listen, and follow the engines of `source`. Raises OSError if a port is taken, ConfigError if there are no keys."""
+        """Listen, and follow the engines of `source`. Raises OSError if a port is taken, ConfigError if there are no keys or
+        no certificate."""
         self._pool = EnginePool(float(self.config.deadlines.connect_seconds))
         self._dismissals = Dismissals(self._pool, _new_id)
         engines = Engines(
@@ -92,6 +94,8 @@ class Router:
         passthrough = Passthrough(self.fleet, engines, self.metrics, _new_id)
         keys = KeyFile(Path(self.config.auth.api_keys_file)) if self.config.auth else None
         app = App(self.config, self.fleet, turns, passthrough, self.metrics, keys)
+        tls = self.config.tls
+        certificate = CertFile(Path(tls.certificate_file), Path(tls.key_file)) if tls else None
         limits = self.config.http_limits()
         await self.admin.start(self._host, self.config.ports.admin)
         self._server = await asyncio.get_running_loop().create_server(
@@ -99,11 +103,14 @@ class Router:
             self._host,
             self.config.ports.http,
             backlog=2048,
+            **(certificate.listening(limits) if certificate else {}),
         )
         self.port = self._server.sockets[0].getsockname()[1]
         self._follow("discovery; engines are as last seen", source.run(self.fleet.publish))
         if keys is not None:
             self._follow("following the API keys; they are as last read", keys.follow())
+        if certificate is not None:
+            self._follow("following the TLS certificate; it is as last read", certificate.follow())
         event(
             _log,
             logging.INFO,
@@ -111,6 +118,7 @@ class Router:
             model=self.config.model.name,
             port=self.port,
             admin_port=self.admin.port,
+            tls=certificate is not None,
         )
 
     def _tell_modes(self) -> None:

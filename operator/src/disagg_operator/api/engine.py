@@ -147,7 +147,8 @@ RESERVED_ARGS: tuple[ReservedArg, ...] = (
     ReservedArg(
         "--api[-_]key|--ssl[-_][a-z_-]+|--uds",
         "--api-key, --ssl-* or --uds",
-        "router and probes speak plain HTTP without a key to port 8000. Put keys and TLS in front of the router",
+        "router and probes speak plain HTTP without a key to port 8000. Set spec.router.auth and spec.router.tls "
+        "instead",
         (
             "--api-key",
             "--ssl-ca-certs",

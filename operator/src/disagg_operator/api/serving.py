@@ -88,12 +88,14 @@ class Auth(ApiObject):
 
 
 class TLS(ApiObject):
-    """Encryption of the router's port."""
+    """Encryption of the router's port for clients."""
 
     secret_name: Annotated[
         str,
         Field(
-            min_length=1, max_length=253, description="Secret of type kubernetes.io/tls. Not implemented yet."
+            min_length=1,
+            max_length=253,
+            description="Secret of type kubernetes.io/tls. A renewed certificate reaches running routers within a minute or two.",
         ),
     ]
 
@@ -163,7 +165,8 @@ class Router(ApiObject):
     )
     auth: Annotated[Auth | None, Field(description="Who may call the router; anybody if absent.")] = None
     tls: Annotated[
-        TLS | None, Field(description="Encryption of the router's port; plain HTTP if absent.")
+        TLS | None,
+        Field(description="HTTPS, and nothing else, on the router's port for clients; plain HTTP if absent."),
     ] = None
     service: Annotated[RouterService, Field(description="The Service that clients call.")] = RouterService()
     deadlines: Annotated[Deadlines, Field(description="How long the router waits.")] = Deadlines()

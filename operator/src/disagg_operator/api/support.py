@@ -81,7 +81,6 @@ NOT_IMPLEMENTED: tuple[Gap, ...] = (
         lambda s: "Auto" if s.router.local_prefill.mode is LocalPrefillMode.AUTO else None,
         f"{LocalPrefillMode.DISABLED} or {LocalPrefillMode.THRESHOLD}",
     ),
-    Gap("spec.router.tls", lambda s: "a value" if s.router.tls else None, "a gateway in front of the router"),
     Gap("spec.autoscaling.mode", lambda s: _scaling(s.autoscaling.mode), AutoscalingMode.DISABLED),
     Gap("spec.rollout.strategy", lambda s: _strategy(s.rollout.strategy), RolloutStrategy.PAIRED),
     Gap("spec.rollout.maxSurge", lambda s: _above(-1, s.rollout.max_surge), "no maxSurge"),

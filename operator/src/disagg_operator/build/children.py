@@ -48,7 +48,7 @@ def build_children(owner: Owner, spec: DisaggInferenceSpec, settings: Settings) 
         build_role_binding(name, namespace),
         config,
         build_router(name, namespace, spec, config, settings),
-        build_router_service(name, namespace, spec.router.service),
+        build_router_service(name, namespace, spec.router),
     ]
     return Children(digits, tuple(_sealed(manifest, owner) for manifest in manifests))
 

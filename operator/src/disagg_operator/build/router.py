@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+from dataclasses import dataclass
 
-from ..api.types import DisaggInferenceSpec, LocalPrefillMode
+from ..api.types import DisaggInferenceSpec, LocalPrefillMode, Router
 from ..config import Settings
 from ..naming import (
     ADMIN_PORT,
@@ -22,6 +23,10 @@ CONFIG_DIRECTORY = "/etc/disagg"
 CONFIG_FILE = "router.json"
 KEYS_DIRECTORY = "/etc/disagg-keys"
 KEYS_FILE = "api-keys"
+TLS_DIRECTORY = "/etc/disagg-tls"
+TLS_CERTIFICATE = "tls.crt"
+"""With the next, the keys of every Secret of type kubernetes.io/tls."""
+TLS_KEY = "tls.key"
 MIN_READY_SECONDS = 5
 """An old router goes when its successor has been in the Service's endpoints for a while."""
 DRAIN_DELAY_SECONDS = 5
@@ -51,6 +56,11 @@ def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manif
         config["localPrefill"] = {"maxTokens": router.local_prefill.max_tokens}
     if router.auth:
         config["auth"] = {"apiKeysFile": f"{KEYS_DIRECTORY}/{KEYS_FILE}"}
+    if router.tls:
+        config["tls"] = {
+            "certificateFile": f"{TLS_DIRECTORY}/{TLS_CERTIFICATE}",
+            "keyFile": f"{TLS_DIRECTORY}/{TLS_KEY}",
+        }
     return config
 
 
@@ -93,6 +103,37 @@ def build_router(name: str, namespace: str, spec: DisaggInferenceSpec, config: M
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Mounted:
+    """A Secret of the user's that the router reads from a folder.
+
+    A folder, not single files: the kubelet exchanges a folder when the Secret changes. Without the Secret or a key of it no pod
+    starts, so that a mistake never opens the door.
+    """
+
+    volume: str
+    directory: str
+    secret_name: str
+    files: dict[str, str]
+    """Names of files, by keys of the Secret."""
+
+    @property
+    def source(self) -> Manifest:
+        items = [{"key": key, "path": file} for key, file in self.files.items()]
+        return {"secretName": self.secret_name, "items": items, "optional": False}
+
+
+def _secrets(router: Router) -> list[_Mounted]:
+    found = []
+    if router.auth:
+        ref = router.auth.api_key_secret_ref
+        found.append(_Mounted("api-keys", KEYS_DIRECTORY, ref.name, {ref.key: KEYS_FILE}))
+    if router.tls:
+        files = {name: name for name in (TLS_CERTIFICATE, TLS_KEY)}
+        found.append(_Mounted("tls", TLS_DIRECTORY, router.tls.secret_name, files))
+    return found
+
+
 def _pod_spec(name: str, spec: DisaggInferenceSpec, settings: Settings) -> Manifest:
     full_name = role_name(name, Component.ROUTER)
     spread = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": selector(name, Component.ROUTER)}}
@@ -111,14 +152,11 @@ def _pod_spec(name: str, spec: DisaggInferenceSpec, settings: Settings) -> Manif
             }
         },
         "containers": [_container(spec, settings)],
-        "volumes": [{"name": "config", "configMap": {"name": full_name}}],
+        "volumes": [
+            {"name": "config", "configMap": {"name": full_name}},
+            *({"name": mounted.volume, "secret": mounted.source} for mounted in _secrets(spec.router)),
+        ],
     }
-    if spec.router.auth:
-        # As a folder, not as a single file: the kubelet exchanges a folder when the Secret changes. Without the Secret or
-        # its key no pod starts, so that a mistake never opens the door.
-        ref = spec.router.auth.api_key_secret_ref
-        secret = {"secretName": ref.name, "items": [{"key": ref.key, "path": KEYS_FILE}], "optional": False}
-        pod["volumes"].append({"name": "api-keys", "secret": secret})
     if settings.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": secret} for secret in settings.image_pull_secrets]
     return pod
@@ -146,10 +184,14 @@ def _container(spec: DisaggInferenceSpec, settings: Settings) -> Manifest:
             "capabilities": {"drop": ["ALL"]},
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [{"name": "config", "mountPath": CONFIG_DIRECTORY, "readOnly": True}],
+        "volumeMounts": [
+            {"name": "config", "mountPath": CONFIG_DIRECTORY, "readOnly": True},
+            *(
+                {"name": mounted.volume, "mountPath": mounted.directory, "readOnly": True}
+                for mounted in _secrets(spec.router)
+            ),
+        ],
     }
-    if spec.router.auth:
-        container["volumeMounts"].append({"name": "api-keys", "mountPath": KEYS_DIRECTORY, "readOnly": True})
     resources = spec.router.resources.to_wire()
     resources = {key: value for key, value in resources.items() if value}
     if resources:

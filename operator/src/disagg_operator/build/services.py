@@ -1,7 +1,7 @@
 """Services: one headless for each role and revision, and the router's, which clients call."""
 
 from ..api.transfer import TransferMode
-from ..api.types import RouterService
+from ..api.types import Router
 from ..naming import (
     CONTROL_PORT,
     HTTP_PORT,
@@ -40,8 +40,12 @@ def build_engine_service(
     }
 
 
-def build_router_service(name: str, namespace: str, service: RouterService) -> Manifest:
-    """The Service that clients call."""
+def build_router_service(name: str, namespace: str, router: Router) -> Manifest:
+    """The Service that clients call. Gateways and meshes read from its port what is spoken there."""
+    service = router.service
+    port: Manifest = {"name": "http", "port": service.port, "targetPort": "http", "protocol": "TCP"}
+    if router.tls:
+        port |= {"name": "https", "appProtocol": "https"}
     metadata: Manifest = {
         "name": role_name(name, Component.ROUTER),
         "namespace": namespace,
@@ -56,6 +60,6 @@ def build_router_service(name: str, namespace: str, service: RouterService) -> M
         "spec": {
             "type": str(service.type),
             "selector": selector(name, Component.ROUTER),
-            "ports": [{"name": "http", "port": service.port, "targetPort": "http", "protocol": "TCP"}],
+            "ports": [port],
         },
     }

@@ -75,6 +75,10 @@ class HttpLimits:
     stall_seconds: float = 120.0
     # After a request is refused in mid-body: time for the client to read the refusal before the socket closes.
     linger_seconds: float = 2.0
+    # Over TLS: from a client's connection to the end of its handshake.
+    handshake_seconds: float = 10.0
+    # Over TLS: how long a client that has read everything may take to answer our goodbye (close_notify).
+    goodbye_seconds: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

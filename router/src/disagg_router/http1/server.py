@@ -20,7 +20,9 @@ import enum
 import logging
 import struct
 from collections.abc import Callable, Coroutine
-from socket import SO_LINGER, SOL_SOCKET
+from fcntl import ioctl
+from socket import IPPROTO_TCP, SO_LINGER, SOL_SOCKET, TCP_INFO
+from termios import TIOCOUTQ
 from typing import Any, cast
 
 import httptools
@@ -29,6 +31,9 @@ from disagg_router.http1.exchange import Exchange
 from disagg_router.http1.message import Headers, HttpLimits, Request, RequestHead, Response, response_head
 
 _log = logging.getLogger(__name__)
+
+# Where `tcpi_bytes_acked` is in Linux's `struct tcp_info` (linux/tcp.h).
+_BYTES_ACKED = 120
 
 
 class _State(enum.Enum):
@@ -386,8 +391,31 @@ class ServerConnection(asyncio.Protocol):
     def _close(self) -> None:
         self._state = _State.CLOSED
         self._transport.close()
-        # A close waits for the client to read what is still buffered; that wait has a limit too.
-        self._arm(self._limits.stall_seconds, self._transport.abort)
+        self._await_close(self._loop.time() + self._limits.stall_seconds)
+
+    def _await_close(self, until: float, taken: int = -1) -> None:
+        """Bound what a close waits for: that the client reads what is still buffered and, over TLS, its goodbye.
+
+        A pooled client answers a goodbye when it next looks at its connection, so that wait is not worth as much. `taken`: what
+        the client had taken at the last look. If that is no more now and the kernel holds nothing, nobody does: the event loop
+        writes as soon as the kernel has room.
+        """
+
+        def look() -> None:
+            left, taken_now = self._left_and_taken()
+            if self._loop.time() >= until or (not left and taken_now == taken):
+                self._transport.abort()
+            else:
+                self._await_close(until, taken_now)
+
+        self._arm(min(self._limits.goodbye_seconds / 2, self._limits.stall_seconds), look)
+
+    def _left_and_taken(self) -> tuple[int, int]:
+        """Bytes that the kernel holds for the client, and bytes that the client has acknowledged."""
+        socket = self._transport.get_extra_info("socket")
+        (left,) = struct.unpack("i", ioctl(socket.fileno(), TIOCOUTQ, b"\0" * 4))
+        (taken,) = struct.unpack_from("Q", socket.getsockopt(IPPROTO_TCP, TCP_INFO, 128), _BYTES_ACKED)
+        return left, taken
 
     def _arm(self, seconds: float, action: Callable[[], None]) -> None:
         self._disarm()
