@@ -16,7 +16,7 @@ from disagg_operator.build.services import build_engine_service
 from disagg_operator.mismatch import ALWAYS_THERE, COUNTERS
 from disagg_operator.naming import Component
 from disagg_router.backends import from_slices
-from disagg_router.config import load
+from disagg_router.config import Config, Model, load
 from disagg_router.legs import MODES
 
 
@@ -55,6 +55,27 @@ def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
         8000,
         5700,
     )
+
+
+def test_the_router_reads_how_many_turns_it_may_let_through(tmp_path: Path) -> None:
+    numbers = {"turnsPerEngine": 7, "waitingTurns": 0, "waitingTurnsPerSession": 3, "waitSeconds": 9}
+    read = written(tmp_path, router={"overload": numbers}).overload
+    assert (read.turns_per_engine, read.waiting_turns) == (7, 0)
+    assert (read.waiting_turns_per_session, read.wait_seconds) == (3, 9)
+
+
+def test_what_is_left_out_is_the_same_for_operator_and_router(tmp_path: Path) -> None:
+    read = written(tmp_path)
+    alone = Config(version=1, namespace="demo", name="demo", model=Model("m"))
+    for part in ("mode", "session", "deadlines", "limits", "overload", "local_prefill", "auth", "tls"):
+        assert getattr(read, part) == getattr(alone, part), part
+
+
+def written(folder: Path, **spec: Any) -> Config:
+    """What the router reads of what the operator writes."""
+    file = folder / "router.json"
+    file.write_text(json.dumps(router_config("demo", "team-a", parsed_spec(**spec))))
+    return load(file)
 
 
 @pytest.mark.parametrize("mode", list(TransferMode))

@@ -143,6 +143,34 @@ class Limits(ApiObject):
     ] = 65_536
 
 
+class Overload(ApiObject):
+    """How many turns a router replica lets through, and who waits."""
+
+    turns_per_engine: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=1_000_000,
+            description="Turns under way for each ready decode engine, counted by each replica for itself. All replicas together "
+            "should let through what the engines run at a time (vLLM's --max-num-seqs), and a little more.",
+        ),
+    ] = 512
+    waiting_turns: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=1_000_000,
+            description="Turns above that which wait in memory; more are refused with 429. 0: nobody waits.",
+        ),
+    ] = 1024
+    waiting_turns_per_session: Annotated[
+        int, Field(ge=1, le=1_000_000, description="Of these, how many may be of one conversation.")
+    ] = 128
+    wait_seconds: Annotated[
+        int, Field(ge=1, le=3600, description="How long a turn waits before it is refused with 503.")
+    ] = 30
+
+
 class Router(ApiObject):
     """The OpenAI-compatible front, which pairs prefill and decode for every turn."""
 
@@ -171,6 +199,9 @@ class Router(ApiObject):
     service: Annotated[RouterService, Field(description="The Service that clients call.")] = RouterService()
     deadlines: Annotated[Deadlines, Field(description="How long the router waits.")] = Deadlines()
     limits: Annotated[Limits, Field(description="How large a request may be.")] = Limits()
+    overload: Annotated[
+        Overload, Field(description="How many turns a replica lets through, and who waits.")
+    ] = Overload()
 
 
 class NetworkPolicy(ApiObject):

@@ -51,6 +51,7 @@ def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manif
         "session": {"keys": list(router.session.keys)},
         "deadlines": router.deadlines.to_wire(),
         "limits": router.limits.to_wire(),
+        "overload": router.overload.to_wire(),
     }
     if router.local_prefill.mode is LocalPrefillMode.THRESHOLD:
         config["localPrefill"] = {"maxTokens": router.local_prefill.max_tokens}
