@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import re
+
+import msgspec
 from aiohttp import web
 
 from disagg_router.app import METRICS_TYPE
 from disagg_router.backends import Fleet
+from disagg_router.errors import error_response, unauthorized
+from disagg_router.handles import Handles
+from disagg_router.http1 import Headers, Response
+from disagg_router.keyfile import KeyFile
+from disagg_router.keys import why_refused
 from disagg_router.metrics import Metrics
+from disagg_router.session import KEY_BYTES, Memory
+
+_SESSIONS, _MOST_SESSIONS = 100, 10_000
 
 
 class Admin:
     """`/healthz` answers while the process works; `/readyz` once a list of engines has been seen and until draining.
+    `/debug/sessions` tells who has an API key where this replica thinks that conversations are.
 
     Ready does not ask for ready engines: a router that says 503 with a reason helps clients more than a Service
     without endpoints.
     """
 
-    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, metrics: Metrics, memory: Memory, handles: Handles) -> None:
         self._fleet = fleet
         self._metrics = metrics
+        self._memory = memory
+        self._handles = handles
+        self._keys: KeyFile | None = None
         self.draining = False
         self._runner: web.AppRunner | None = None
         self.port = 0
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, host: str, port: int, keys: KeyFile | None) -> None:
+        self._keys = keys
         app = web.Application()
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._serve_metrics)
+        app.router.add_get("/debug/sessions", self._serve_sessions)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
@@ -49,3 +66,40 @@ class Admin:
 
     async def _serve_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.render(), headers={"content-type": METRICS_TYPE})
+
+    async def _serve_sessions(self, request: web.Request) -> web.Response:
+        response = self._why_not(request) or self._sessions(request.query.get("limit", str(_SESSIONS)))
+        return web.Response(
+            status=response.status,
+            body=response.body,
+            headers={"content-type": response.content_type, **response.headers},
+        )
+
+    def _why_not(self, request: web.Request) -> Response | None:
+        if self._keys is None:
+            return error_response(
+                403,
+                "Conversations are shown to who has an API key, and this router has none: set "
+                "spec.router.auth.apiKeySecretRef of its DisaggInference.",
+                code="api_keys_not_configured",
+            )
+        why = why_refused(self._keys.ring, Headers(request.raw_headers))
+        return None if why is None else unauthorized(why)
+
+    def _sessions(self, limit: str) -> Response:
+        if not re.fullmatch("[1-9][0-9]{0,4}", limit) or int(limit) > _MOST_SESSIONS:
+            return error_response(400, f"`limit` must be a number from 1 to {_MOST_SESSIONS}.", param="limit")
+        # A handle is kept by the name of its conversation and, behind that, the salt of its KV.
+        with_handle = {key[:KEY_BYTES] for key in self._handles.usable()}
+        sessions = [
+            {
+                "session": key.hex(),
+                "revision": placement.revision,
+                "decode": placement.decode,
+                "prefill": placement.prefill,
+                "age_seconds": round(age, 1),
+                "handle": key in with_handle,
+            }
+            for key, age, placement in self._memory.newest(int(limit))
+        ]
+        return Response(200, msgspec.json.encode({"remembered": len(self._memory), "sessions": sessions}))

@@ -9,6 +9,7 @@ from disagg_router.http1.message import Response
 _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
+    403: "invalid_request_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",

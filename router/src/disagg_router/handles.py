@@ -61,6 +61,11 @@ class Handles:
         until, handle = self._entries.pop(key, (0.0, None))
         return handle if handle is not None and self._clock() < until else None
 
+    def usable(self) -> list[bytes]:
+        """Whose handles could be used now."""
+        now = self._clock()
+        return [key for key, (until, _) in self._entries.items() if now < until]
+
     def engines(self, backends: Iterable[Backend]) -> int:
         """Forget what engines kept that are away: they may come back without it. Returns how many handles that were."""
         there = {(b.name, b.address) for b in backends if b.takes_turns}

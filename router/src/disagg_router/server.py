@@ -43,7 +43,9 @@ class Router:
         self.fleet = Fleet()
         self.loads = LoadTable(clock)
         self.metrics = Metrics(self.fleet, self.loads)
-        self.admin = Admin(self.fleet, self.metrics)
+        self._memory = Memory(clock)
+        self._handles = Handles(clock, float(config.decode_retention_seconds))
+        self.admin = Admin(self.fleet, self.metrics, self._memory, self._handles)
         self.gate = Gate(config.overload, self.fleet, clock)
         self.port = 0
         self._host = host
@@ -75,9 +77,8 @@ class Router:
             dismiss=self._dismissals.send,
             let_finish=self._dismissals.let_finish,
         )
-        handles = Handles(self._clock, float(self.config.decode_retention_seconds))
         self.fleet.watchers.append(
-            lambda: self.metrics.handles.labels("gone").inc(handles.engines(self.fleet.backends))
+            lambda: self.metrics.handles.labels("gone").inc(self._handles.engines(self.fleet.backends))
         )
         turns = Turns(
             self.config,
@@ -85,8 +86,8 @@ class Router:
             self.gate,
             engines,
             self._modes,
-            Memory(self._clock),
-            handles,
+            self._memory,
+            self._handles,
             self.metrics,
             self._clock,
             _new_id,
@@ -97,7 +98,7 @@ class Router:
         tls = self.config.tls
         certificate = CertFile(Path(tls.certificate_file), Path(tls.key_file)) if tls else None
         limits = self.config.http_limits()
-        await self.admin.start(self._host, self.config.ports.admin)
+        await self.admin.start(self._host, self.config.ports.admin, keys)
         self._server = await asyncio.get_running_loop().create_server(
             lambda: ServerConnection(app.handle, app.admit, app.core_error, limits, self._connections),
             self._host,

@@ -21,13 +21,16 @@ from disagg_router.legs import Body
 
 Origin = Literal["header", "body", "root"]
 
+KEY_BYTES = 16
+"""Length of a conversation's name."""
+
 # Text completions have no messages: the beginning of the prompt stands for the conversation.
 _PROMPT_ROOT_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation's name (16 bytes) and how it was found. `earlier_turn`: the request itself shows that it is
+    """A conversation's name (`KEY_BYTES` long) and how it was found. `earlier_turn`: the request itself shows that it is
     not the conversation's first."""
 
     key: bytes
@@ -65,7 +68,7 @@ def identify(headers: Headers, header_keys: Sequence[str], body: Body) -> Sessio
 
 def _root(body: Body) -> tuple[bytes, bool]:
     """What stays the same in all turns of the conversation, and whether an earlier turn shows in the body."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
     raw = body.fields.get("messages")
     if body.endpoint == "responses":
         digest.update(bytes(body.fields.get("instructions", b"")))
@@ -89,7 +92,7 @@ def _root(body: Body) -> tuple[bytes, bool]:
 
 
 def _digest(*parts: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for part in parts:
         digest.update(len(part).to_bytes(8, "big"))
         digest.update(part)
@@ -124,6 +127,17 @@ class Memory:
             del self._entries[key]
             return None
         return entry[1]
+
+    def newest(self, limit: int) -> list[tuple[bytes, float, Placement]]:
+        """At most `limit` conversations with their age in seconds, the latest turn first."""
+        now = self._clock()
+        found: list[tuple[bytes, float, Placement]] = []
+        for key in reversed(self._entries):
+            since, placement = self._entries[key]
+            if len(found) == limit or now - since > self._ttl:
+                break
+            found.append((key, now - since, placement))
+        return found
 
     def remember(self, key: bytes, placement: Placement) -> None:
         self._entries[key] = (self._clock(), placement)
