@@ -57,6 +57,17 @@ def test_one_turn_at_a_time_probes() -> None:
     assert (again, probe) == (breaker, True)
 
 
+def test_a_probe_that_is_long_in_coming_keeps_others_away_for_a_minute() -> None:
+    breaker, probe = opened().begin(6.0)
+    assert breaker.avoided(65.9)
+    assert not breaker.begin(65.9)[1]
+    assert not breaker.avoided(66.0)
+    breaker, probe = breaker.begin(66.0)
+    assert probe
+    assert breaker.avoided(66.0)
+    assert breaker.succeed() == Breaker()
+
+
 def test_a_probe_that_succeeds_closes_it_and_forgets_how_often_it_failed() -> None:
     assert opened().begin(6.0)[0].succeed() == Breaker()
 
@@ -86,13 +97,13 @@ def test_turns_that_had_begun_before_it_opened_do_not_prolong_it() -> None:
     )
 )
 def test_whatever_happens_it_is_never_shut_for_longer_than_a_minute(events: list[tuple[str, float]]) -> None:
-    breaker, now, probe = Breaker(), 0.0, False
+    breaker, now, probe, since = Breaker(), 0.0, False, 0.0
     for event, seconds in events:
         now += seconds
         if event == "probe":
             breaker, began = breaker.begin(now)
-            assert not (began and probe), "two probes at a time"
-            probe = probe or began
+            assert not (began and probe and now < since + 60.0), "two probes at a time"
+            probe, since = probe or began, now if began else since
         elif event == "end" and probe:
             breaker, probe = breaker.end_probe(), False
         elif event == "succeed":

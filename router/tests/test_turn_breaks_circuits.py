@@ -10,7 +10,17 @@ import pytest
 from aiohttp import web
 
 from router.tests.conftest import MakeStack, Stack, until
-from router.tests.fake_engine import FakeEngine, Seen, hang_up, hang_up_after, never, refuse, speak
+from router.tests.fake_engine import (
+    FakeEngine,
+    Seen,
+    hang_up,
+    hang_up_after,
+    never,
+    refuse,
+    speak,
+    sse,
+    start_stream,
+)
 
 
 def state(stack: Stack, pod: str) -> str:
@@ -66,6 +76,30 @@ async def test_a_suspect_engine_is_probed_by_one_turn_at_a_time(make_stack: Make
     assert state(stack, "decode-0") == "closed"
     await ask(stack, 20)
     assert len(stack.decode.seen) > reached + 3
+
+
+async def test_a_probe_is_answered_by_its_first_byte(make_stack: MakeStack) -> None:
+    stack = await make_stack(decodes=2)
+    stack.decode.decode = hang_up
+    await ask(stack, 20)
+    stack.ahead += 5.0
+    release = asyncio.Event()
+
+    async def long(engine: FakeEngine, request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await start_stream(request)
+        await response.write(sse("one"))
+        await release.wait()
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    for engine in stack.decodes:
+        engine.decode = long
+    turns = [asyncio.create_task(stack.post(stack.chat(f"other {n}", stream=True))) for n in range(20)]
+    await until(lambda: state(stack, "decode-0") == "closed", "the probe closes the breaker while it goes on")
+    assert stack.decode.active
+    release.set()
+    assert {status for status, _ in await asyncio.gather(*turns)} == {200}
 
 
 async def test_a_probe_whose_client_leaves_is_no_verdict(make_stack: MakeStack) -> None:

@@ -5,6 +5,9 @@
     half-open ──(the probe succeeds)──► closed
     half-open ──(the probe fails)──► open, for twice as long, a minute at most
 
+A probe is answered when the first piece of its answer is there. An answer that is not streamed may be long in coming and say
+nothing until then: after a minute the next turn probes beside it.
+
 What a client does wrong is no verdict at all: it neither opens a breaker nor closes one.
 """
 
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 
 _FAILURES = 5
 _OPEN_SECONDS = (5.0, 60.0)
+_PROBE_SECONDS = 60.0
 
 
 class State(enum.Enum):
@@ -36,12 +40,13 @@ class Breaker:
     """The breaker of one pod. Every event gives the next one; `now` is a monotonic time in seconds.
 
     `failures`: failures in a row while closed. `opened`: how often it has opened since it was last closed; 0 is closed.
+    `probed_until`: for so long the turn that probes keeps others away.
     """
 
     failures: int = 0
     opened: int = 0
     until: float = 0.0
-    probing: bool = False
+    probed_until: float = 0.0
 
     def state(self, now: float) -> State:
         if not self.opened:
@@ -51,13 +56,13 @@ class Breaker:
     def avoided(self, now: float) -> bool:
         """Whether turns go elsewhere if they can: it is open, or a probe is under way."""
         state = self.state(now)
-        return state is State.OPEN or (state is State.HALF_OPEN and self.probing)
+        return state is State.OPEN or (state is State.HALF_OPEN and now < self.probed_until)
 
     def begin(self, now: float) -> tuple[Breaker, bool]:
         """A turn goes to the pod; True if it is the probe."""
-        if self.state(now) is not State.HALF_OPEN or self.probing:
+        if self.state(now) is not State.HALF_OPEN or now < self.probed_until:
             return self, False
-        return Breaker(self.failures, self.opened, self.until, probing=True), True
+        return Breaker(self.failures, self.opened, self.until, now + _PROBE_SECONDS), True
 
     def end_probe(self) -> Breaker:
         """The probe is over. Without a verdict before, the next turn is the next probe."""
