@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from disagg_router.config import Deadlines
 from router.tests.conftest import MakeStack, Stack, until
 from router.tests.fake_engine import never, refuse, speak
 
@@ -61,6 +62,16 @@ async def test_no_engine_is_a_503_and_none_that_answers_a_502(stack: Stack) -> N
     stack.publish()
     status, answer = await stack.post({"prompt": "hi"}, "/tokenize")
     assert (status, answer["error"]["code"]) == (503, "no_engine_ready")
+
+
+async def test_engines_that_are_too_slow_are_a_504(make_stack: MakeStack) -> None:
+    stack = await make_stack(deadlines=Deadlines(first_byte_seconds=0.2))
+    for engine in (stack.prefill, stack.decode):
+        engine.decode = never
+    status, answer = await stack.post({"prompt": "hi"}, "/tokenize")
+    assert (status, answer["error"]["type"]) == (504, "timeout_error")
+    assert "did not answer in 0.2 s" in answer["error"]["message"]
+    await until(stack.idle, "nothing is under way")
 
 
 async def test_a_client_that_leaves_frees_the_engine(stack: Stack) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from disagg_router.attempt import Engines
 from disagg_router.backends import Backend, Fleet
@@ -25,6 +25,12 @@ _TRIES = 2
 _CLIENT_GONE = 499
 
 
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    why: str
+    too_slow: bool = False
+
+
 class Passthrough:
     """Sends a request to the least loaded engine, to another if that cannot be reached, and its answer back."""
 
@@ -39,7 +45,7 @@ class Passthrough:
         head = exchange.request.head
         request_id, code = self._new_id(), _CLIENT_GONE
         extra = {"x-request-id": client_id(head.headers) or request_id}
-        failed: dict[str, str] = {}
+        failed: dict[str, _Failed] = {}
         try:
             for _ in range(_TRIES):
                 loads = self._engines.loads
@@ -61,7 +67,7 @@ class Passthrough:
             self._metrics.requests.labels(head.path.lstrip("/"), str(code)).inc()
 
     async def _ask(
-        self, backend: Backend, hold: Hold, exchange: Exchange, request_id: str, failed: dict[str, str]
+        self, backend: Backend, hold: Hold, exchange: Exchange, request_id: str, failed: dict[str, _Failed]
     ) -> EngineAnswer | None:
         """Ask one engine; None if it cannot answer, with the reason in `failed`."""
         request = exchange.request
@@ -78,11 +84,11 @@ class Passthrough:
                     backend.address, head, request.body, "decoded" if request.head.http10 else "raw"
                 )
         except TimeoutError:
-            failed[backend.name] = f"{backend.name} did not answer in {seconds:g} s"
+            failed[backend.name] = _Failed(f"{backend.name} did not answer in {seconds:g} s", too_slow=True)
         except UpstreamError as exc:
-            failed[backend.name] = f"{backend.name}: {exc}"
+            failed[backend.name] = _Failed(f"{backend.name}: {exc}")
             hold.failed(Blame.FULL, "passthrough")
-        event(_log, logging.WARNING, "passing a request on failed", error=failed[backend.name])
+        event(_log, logging.WARNING, "passing a request on failed", error=failed[backend.name].why)
         return None
 
     async def _relay(self, exchange: Exchange, answer: EngineAnswer, extra: dict[str, str]) -> None:
@@ -95,8 +101,9 @@ class Passthrough:
             if not answer.ended.done():
                 answer.close()
 
-    def _unanswered(self, failed: dict[str, str]) -> Response:
+    def _unanswered(self, failed: dict[str, _Failed]) -> Response:
         if not failed:
             why = self._fleet.why_not_ready() or "no engine is left to try"
             return not_ready(f"No engine can take this request: {why}.")
-        return error_response(502, f"No engine answered: {'; '.join(failed.values())}.")
+        status = 504 if any(failure.too_slow for failure in failed.values()) else 502
+        return error_response(status, f"No engine answered: {'; '.join(f.why for f in failed.values())}.")
