@@ -244,3 +244,24 @@ async def test_echo_answers_a_large_body_whole() -> None:
     async with core_server(handler=echo) as core, connect(core.port) as client:
         await client.send(b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         assert (await client.answer())[2] == b"POST /x " + body
+
+
+@pytest.mark.parametrize("method", [b"GET", b"OPTIONS"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_means_nothing_is_dropped_and_not_kept(method: bytes, chunked: bool) -> None:
+    body = b"1388\r\n" + b"x" * 5000 + b"\r\n0\r\n\r\n" if chunked else b"x" * 5000
+    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 5000"
+    async with core_server() as core, connect(core.port) as client:
+        for _ in range(2):
+            await client.send(method + b" /x HTTP/1.1\r\nHost: a\r\n" + framing + b"\r\n\r\n" + body)
+            assert (await client.answer())[2] == method + b" /x "
+
+
+async def test_a_body_that_means_nothing_is_bounded_all_the_same() -> None:
+    limits = HttpLimits(body_bytes=1000)
+    async with core_server(limits=limits) as core, connect(core.port) as client:
+        await client.send(
+            b"GET /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1388\r\n" + b"x" * 5000
+        )
+        assert (await client.answer())[0] == 413
+        assert core.handled == []

@@ -107,7 +107,13 @@ class CoreServer:
 async def core_server(**settings: Any) -> AsyncIterator[CoreServer]:
     core = CoreServer(**settings)
     server = await asyncio.get_running_loop().create_server(
-        lambda: ServerConnection(core._handle, core.admit, error_response, core.limits, core.connections),
+        lambda: ServerConnection(
+            core._handle,
+            core.admit,
+            lambda status, message, headers: error_response(status, message),
+            core.limits,
+            core.connections,
+        ),
         "127.0.0.1",
         0,
         **(core.certificate.listening(core.limits) if core.certificate else {}),

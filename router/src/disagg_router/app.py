@@ -13,11 +13,12 @@ from disagg_router import legs
 from disagg_router.backends import Fleet
 from disagg_router.config import Config
 from disagg_router.errors import error_response, model_not_found, not_ready, unauthorized
-from disagg_router.http1 import Exchange, RequestHead, Response
+from disagg_router.http1 import Exchange, Headers, RequestHead, Response
 from disagg_router.keyfile import KeyFile
 from disagg_router.keys import why_refused
 from disagg_router.metrics import Metrics
 from disagg_router.passthrough import Passthrough
+from disagg_router.relay import named
 from disagg_router.turn import Turns
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -68,10 +69,12 @@ class App:
         turns: Turns,
         passthrough: Passthrough,
         metrics: Metrics,
+        new_id: Callable[[], str],
         keys: KeyFile | None = None,
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics
+        self._new_id = new_id
         self._keys = keys
         self._model = {
             "id": config.model.name,
@@ -84,11 +87,11 @@ class App:
             **{path: _post(_turn(turns, endpoint)) for endpoint, path in legs.PATHS.items()},
             "/tokenize": _post(passthrough.serve),
             "/detokenize": _post(passthrough.serve),
-            _MODELS: _get(lambda path: models),
-            _HEALTH: _get(lambda path: self._health()),
-            "/metrics": _get(lambda path: Response(200, metrics.render(), METRICS_TYPE)),
+            _MODELS: self._get(lambda path: models),
+            _HEALTH: self._get(lambda path: self._health()),
+            "/metrics": self._get(lambda path: Response(200, metrics.render(), METRICS_TYPE)),
         }
-        self._one_model = _get(self._model_at)
+        self._one_model = self._get(self._model_at)
 
     def _route(self, path: str) -> _Route | None:
         # A model's name may itself have slashes.
@@ -96,16 +99,20 @@ class App:
 
     def admit(self, head: RequestHead) -> Response | None:
         """Refuse who has no key, and what no handler would take: an unknown path, a wrong method, a body that is not JSON."""
+        refusal = self._why_not(head)
+        return None if refusal is None else self._counted(named(refusal, head.headers, self._new_id))
+
+    def _why_not(self, head: RequestHead) -> Response | None:
         if self._keys is not None and head.path != _HEALTH:
             why = why_refused(self._keys.ring, head.headers)
             if why is not None:
-                return self._counted(unauthorized(why))
+                return unauthorized(why)
         route = self._route(head.path)
         if route is None:
-            return self._counted(_unknown(head))
+            return _unknown(head)
         if head.method not in route.methods:
             message = f"{head.method} is not allowed on {head.path}; use {route.methods[0]}."
-            return self._counted(error_response(405, message, headers={"allow": ", ".join(route.methods)}))
+            return error_response(405, message, headers={"allow": ", ".join(route.methods)})
         if head.method == "POST":
             kind = (head.headers.get(b"content-type") or b"application/json").split(b";")[0].strip().lower()
             if kind != b"application/json" or head.headers.get(b"content-encoding") not in (
@@ -115,7 +122,7 @@ class App:
                 message = (
                     "The body must be sent as Content-Type: application/json without a Content-Encoding."
                 )
-                return self._counted(error_response(415, message))
+                return error_response(415, message)
         return None
 
     async def handle(self, exchange: Exchange) -> None:
@@ -123,13 +130,23 @@ class App:
         route = self._route(head.path)
         assert route is not None  # else it was not admitted
         if head.method == "OPTIONS":
-            exchange.respond(Response(200, headers={"allow": ", ".join(route.methods)}))
+            self._respond(exchange, Response(200, headers={"allow": ", ".join(route.methods)}))
         else:
             await route.answer(exchange)
 
-    def core_error(self, status: int, message: str) -> Response:
+    def core_error(self, status: int, message: str, headers: Headers) -> Response:
         """The HTTP core's own refusals, in the API's shape."""
-        return self._counted(error_response(status, message[:1].upper() + message[1:] + "."))
+        response = error_response(status, message[:1].upper() + message[1:] + ".")
+        return self._counted(named(response, headers, self._new_id))
+
+    def _get(self, make: Callable[[str], Response]) -> _Route:
+        async def answer(exchange: Exchange) -> None:
+            self._respond(exchange, make(exchange.request.head.path))
+
+        return _Route(("GET", "HEAD", "OPTIONS"), answer)
+
+    def _respond(self, exchange: Exchange, response: Response) -> None:
+        exchange.respond(named(response, exchange.request.head.headers, self._new_id))
 
     def _counted(self, response: Response) -> Response:
         self._metrics.requests.labels("refused", str(response.status)).inc()
@@ -150,13 +167,6 @@ class App:
 
 def _post(answer: Callable[[Exchange], Awaitable[None]]) -> _Route:
     return _Route(("POST", "OPTIONS"), answer)
-
-
-def _get(make: Callable[[str], Response]) -> _Route:
-    async def answer(exchange: Exchange) -> None:
-        exchange.respond(make(exchange.request.head.path))
-
-    return _Route(("GET", "HEAD", "OPTIONS"), answer)
 
 
 def _turn(turns: Turns, endpoint: legs.Endpoint) -> Callable[[Exchange], Awaitable[None]]:

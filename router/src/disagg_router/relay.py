@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
+from dataclasses import replace
 
-from disagg_router.http1 import EngineAnswer, EnginePool, Exchange, Headers, UpstreamError
+from disagg_router.http1 import EngineAnswer, EnginePool, Exchange, Headers, Response, UpstreamError
 from disagg_router.http1.message import relayed_head
 
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -16,6 +18,12 @@ def client_id(headers: Headers) -> str | None:
     """The client's own X-Request-Id, if it is one that can be echoed."""
     value = headers.get(b"x-request-id")
     return value.decode() if value and _CLIENT_ID.fullmatch(value) else None
+
+
+def named(response: Response, headers: Headers, new_id: Callable[[], str]) -> Response:
+    """A router-made answer with the X-Request-Id that its client sent, else with a new one."""
+    ids = {"x-request-id": client_id(headers) or new_id()}
+    return replace(response, headers={**response.headers, **ids})
 
 
 def passed_on(headers: Headers) -> dict[str, str]:

@@ -94,7 +94,7 @@ class Router:
         )
         passthrough = Passthrough(self.fleet, engines, self.metrics, _new_id)
         keys = KeyFile(Path(self.config.auth.api_keys_file)) if self.config.auth else None
-        app = App(self.config, self.fleet, turns, passthrough, self.metrics, keys)
+        app = App(self.config, self.fleet, turns, passthrough, self.metrics, _new_id, keys)
         tls = self.config.tls
         certificate = CertFile(Path(tls.certificate_file), Path(tls.key_file)) if tls else None
         limits = self.config.http_limits()

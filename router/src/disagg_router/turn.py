@@ -23,7 +23,7 @@ from disagg_router.metrics import Metrics
 from disagg_router.pick import Choice, choose
 from disagg_router.recovery import Action, Failure, RetryBudget, next_action
 from disagg_router.recovery import Attempt as AttemptFacts
-from disagg_router.relay import client_id, passed_on, relay
+from disagg_router.relay import client_id, named, passed_on, relay
 from disagg_router.session import Memory, Placement, Session, identify
 
 _log = logging.getLogger("disagg_router.turn")
@@ -130,7 +130,7 @@ class Turns:
 
     def _refuse(self, endpoint: legs.Endpoint, exchange: Exchange, response: Response) -> None:
         self._metrics.requests.labels(endpoint, str(response.status)).inc()
-        exchange.respond(response)
+        exchange.respond(named(response, exchange.request.head.headers, self._new_id))
 
     def _open(self, endpoint: legs.Endpoint, exchange: Exchange, body: legs.Body) -> _Turn:
         headers = exchange.request.head.headers

@@ -32,6 +32,9 @@ from disagg_router.http1.message import Headers, HttpLimits, Request, RequestHea
 
 _log = logging.getLogger(__name__)
 
+# Their bodies mean nothing (RFC 9110 section 9.3): they are read, within the same limits, and dropped.
+_BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
+
 # Where `tcpi_bytes_acked` is in Linux's `struct tcp_info` (linux/tcp.h).
 _BYTES_ACKED = 120
 
@@ -102,14 +105,14 @@ class ServerConnection(asyncio.Protocol):
     """One client socket.
 
     `admit` sees every request's head and may refuse it; `handler` answers the whole request and is cancelled when
-    the client goes. `error` renders the core's own refusals as (status, message) -> Response.
+    the client goes. `error` renders the core's own refusals as (status, message, headers of the request so far) -> Response.
     """
 
     def __init__(
         self,
         handler: Handler,
         admit: Admit,
-        error: Callable[[int, str], Response],
+        error: Callable[[int, str, Headers], Response],
         limits: HttpLimits,
         open_connections: Connections,
     ) -> None:
@@ -184,7 +187,7 @@ class ServerConnection(asyncio.Protocol):
             elif isinstance(exc.__context__, _RefusedError):
                 self._refuse(exc.__context__.response)
             else:
-                self._refuse(self._error(400, f"the request is not valid HTTP/1.1: {exc}"))
+                self._refuse(self._refusal(400, f"the request is not valid HTTP/1.1: {exc}"))
         else:
             if self._state is _State.HEAD and self._fed > self._limits.head_bytes:
                 self._refuse(self._too_large_head())
@@ -207,7 +210,7 @@ class ServerConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._state is _State.BUSY:
-            raise _RefusedError(self._error(400, "pipelining is not supported"))
+            raise _RefusedError(self._refusal(400, "pipelining is not supported"))
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -222,7 +225,7 @@ class ServerConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._parser.get_method() == b"CONNECT":
-            raise _RefusedError(self._error(400, "this is not a proxy for CONNECT"))
+            raise _RefusedError(self._refusal(400, "this is not a proxy for CONNECT"))
         self._upgrade_offered = self._parser.should_upgrade()
         if self._upgrade_offered:
             return
@@ -238,7 +241,7 @@ class ServerConnection(asyncio.Protocol):
         if expect is not None:
             if expect.lower() != b"100-continue":
                 raise _RefusedError(
-                    self._error(417, "the only expectation that is understood is 100-continue")
+                    self._refusal(417, "the only expectation that is understood is 100-continue")
                 )
             if head.headers.get(b"transfer-encoding") is not None or (length is not None and int(length) > 0):
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -247,7 +250,8 @@ class ServerConnection(asyncio.Protocol):
         self._body_size += len(body)
         if self._body_size > self._limits.body_bytes:
             raise _RefusedError(self._too_large_body())
-        self._body.append(body)
+        if self._head is not None and self._head.method not in _BODILESS:
+            self._body.append(body)
 
     def on_message_complete(self) -> None:
         if self._upgrade_offered:
@@ -288,19 +292,19 @@ class ServerConnection(asyncio.Protocol):
     def _checked_head(self) -> RequestHead:
         version = self._parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            raise _RefusedError(self._error(505, f"HTTP/{version} is not supported on this port"))
+            raise _RefusedError(self._refusal(505, f"HTTP/{version} is not supported on this port"))
         http10 = version == "1.0"
         if self._headers.count(b"host") != 1 and not (http10 and self._headers.count(b"host") == 0):
-            raise _RefusedError(self._error(400, "the request must carry exactly one Host field"))
+            raise _RefusedError(self._refusal(400, "the request must carry exactly one Host field"))
         if http10 and self._headers.count(b"transfer-encoding"):
-            raise _RefusedError(self._error(400, "HTTP/1.0 has no Transfer-Encoding"))
+            raise _RefusedError(self._refusal(400, "HTTP/1.0 has no Transfer-Encoding"))
         target, _, _ = self._url.partition(b"?")
         if not target.startswith(b"/"):
             # Absolute form is legal towards any server; every other form is for proxies and CONNECT.
             try:
                 target = httptools.parse_url(self._url).path or b"/"
             except httptools.HttpParserInvalidURLError:
-                raise _RefusedError(self._error(400, "the request target is not a path")) from None
+                raise _RefusedError(self._refusal(400, "the request target is not a path")) from None
         return RequestHead(
             method=self._parser.get_method().decode("latin-1"),
             path=target.decode("latin-1"),
@@ -311,10 +315,13 @@ class ServerConnection(asyncio.Protocol):
         )
 
     def _too_large_head(self) -> Response:
-        return self._error(431, f"the request's head exceeds {self._limits.head_bytes} bytes")
+        return self._refusal(431, f"the request's head exceeds {self._limits.head_bytes} bytes")
 
     def _too_large_body(self) -> Response:
-        return self._error(413, f"the request's body exceeds {self._limits.body_bytes} bytes")
+        return self._refusal(413, f"the request's body exceeds {self._limits.body_bytes} bytes")
+
+    def _refusal(self, status: int, message: str) -> Response:
+        return self._error(status, message, self._headers)
 
     # -- answering -------------------------------------------------------------------------------------------
 
@@ -324,7 +331,9 @@ class ServerConnection(asyncio.Protocol):
         except Exception:
             _log.exception("answering %s failed", exchange.request.head.path)
             if not exchange.started:
-                exchange.respond(self._error(500, "internal error of the router; its log has the details"))
+                headers = exchange.request.head.headers
+                message = "internal error of the router; its log has the details"
+                exchange.respond(self._error(500, message, headers))
         finally:
             if not exchange.finished:
                 exchange.abort()
@@ -381,7 +390,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _too_slow(self) -> None:
         self._refuse(
-            self._error(408, f"the request was not complete within {self._limits.request_seconds:g} s")
+            self._refusal(408, f"the request was not complete within {self._limits.request_seconds:g} s")
         )
 
     def _stalled(self) -> None:
