@@ -27,6 +27,7 @@ def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
             "deadlines": {"connectSeconds": 2, "firstByteSeconds": 33, "idleSeconds": 44},
             "limits": {"bodyBytes": 2048, "headBytes": 4096},
             "localPrefill": {"mode": "Threshold", "maxTokens": 99},
+            "tracing": {"endpoint": "https://collector.observability:4318/otel"},
             "auth": {"apiKeySecretRef": {"name": "keys", "key": "keys.txt"}},
             "tls": {"secretName": "certificate"},
         }
@@ -42,6 +43,8 @@ def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
     assert config.tls is not None
     assert config.tls.certificate_file == "/etc/disagg-tls/tls.crt"
     assert config.tls.key_file == "/etc/disagg-tls/tls.key"
+    assert config.tracing is not None
+    assert config.tracing.endpoint == "https://collector.observability:4318/otel"
     assert config.session.keys == ("X-Conversation", "X-Session-Id")
     assert (config.deadlines.connect_seconds, config.deadlines.first_byte_seconds) == (2, 33)
     assert (config.deadlines.idle_seconds, config.limits.body_bytes, config.limits.head_bytes) == (

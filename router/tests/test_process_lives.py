@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from router.tests.collector import Collector
 from router.tests.fake_engine import FakeEngine, Seen, sse, start_stream
 
 CONFIG = {
@@ -170,6 +171,41 @@ async def test_a_turn_is_one_structured_log_line(tmp_path: Path) -> None:
         assert await process.ended() == 0
 
 
+async def test_a_collector_that_hangs_does_not_keep_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1000")
+    collector = await Collector().start()
+    collector.answers.clear()
+    config = {**CONFIG, "tracing": {"endpoint": collector.url}}
+    try:
+        async with (
+            serving(tmp_path, "--drain-delay", "0", config=config) as (process, _, url),
+            aiohttp.ClientSession() as client,
+        ):
+            async with client.post(url + "/v1/chat/completions", json=chat()) as response:
+                assert response.status == 200
+            process.process.send_signal(signal.SIGTERM)
+            assert (await process.logged("the last spans"))["level"] == "warning"
+            assert await process.ended() == 0
+            assert not collector.answers.is_set()
+    finally:
+        await collector.stop()
+
+
+async def test_what_cannot_be_read_of_the_environment_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "1")
+    config = {**CONFIG, "tracing": {"endpoint": "http://127.0.0.1:1"}}
+    async with router(tmp_path, "--engines", "decode=http://a:1", config=config) as process:
+        _, error = await asyncio.wait_for(process.process.communicate(), SECONDS)
+        assert process.process.returncode == 2
+        [line] = error.decode().splitlines()
+        assert line.startswith("disagg_router: tracing: ")
+        assert "OTEL_" in line
+
+
 def publish_keys(folder: Path, version: str, text: str) -> None:
     """Write keys as the kubelet updates a mounted Secret: into a new folder, to which a link then points."""
     (folder / version).mkdir()
@@ -230,6 +266,7 @@ async def test_api_keys_are_exchanged_while_the_router_serves(tmp_path: Path) ->
             "/dev/null, /dev/null: not a certificate with its key",
         ),
         ({**CONFIG, "mode": "Teleport"}, (), "mode"),
+        ({**CONFIG, "tracing": {"endpoint": "collector:4318"}}, (), "tracing.endpoint"),
         (CONFIG, ("--engines", "prefill=nonsense"), "--engines"),
         (CONFIG, (), "kubeconfig"),
     ],

@@ -26,6 +26,7 @@ from disagg_router.legs import handback
 from disagg_router.load import Hold, LoadTable
 from disagg_router.logs import event
 from disagg_router.recovery import Failure, blame
+from disagg_router.spans import CANCELLED, Leg, Trace
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class LegPlan:
     prefill: Backend | None
     holder: Backend | None
     request_id: str
-    passed_on: dict[str, str]
+    trace: Trace
     decoded: bool  # the client cannot take chunked framing
     mode: legs.Mode
     whole: bool = False
@@ -116,6 +117,9 @@ class Attempt:
         self._prefill: asyncio.Task[legs.Params] | None = None
         self._told: legs.Params | None = None
         self._began = False
+        self._decode_leg: Leg | None = None
+        self._decode_error: str | None = None
+        self._prefill_leg: Leg | None = None
         self._hold: Hold
 
     def __enter__(self) -> Self:
@@ -135,11 +139,15 @@ class Attempt:
                 self._engines.let_finish(self._prefill)
             else:
                 self._prefill.cancel()
+        answered = False
         if self._decode is not None:
             if not self._decode.done():
                 self._decode.cancel()
             elif not self._decode.cancelled() and self._decode.exception() is None:
                 self._decode.result().close()
+                answered = True
+        if self._decode_leg is not None:
+            self._decode_leg.end(self._decode_error or (None if answered and kind is None else CANCELLED))
         self._stack.close()
 
     @property
@@ -221,6 +229,8 @@ class Attempt:
             excused = _is_stale(exc) or (not unreachable and plan.endpoint == "responses")
             message = f"decode {plan.decode.name}: {exc}"
             return self._decode_failed(failure, message, excused=excused)
+        assert self._decode_leg is not None
+        self._decode_leg.answered(answer.status)
         if answer.status in _ENGINE_ERRORS:
             message = f"decode {plan.decode.name} answered {answer.status}"
             return self._decode_failed(Failure.DECODE_ERROR, message, answer)
@@ -237,15 +247,19 @@ class Attempt:
     ) -> Outcome:
         fault = Blame.NONE if excused else blame(failure, streamed=self._plan.body.streamed)
         self._hold.failed(fault, failure.value)
+        self._decode_error = failure.value
         return Outcome(failure, answer, message)
 
     def broke_off(self, *, silent: bool) -> None:
         """Decode's answer, which had begun, did not come to its end. Silence a client can ask for (`stream_interval`)."""
         self._hold.failed(Blame.NONE if silent else Blame.FULL, "broken_answer")
+        self._decode_error = "broken_answer"
 
     async def _ask_decode(self, body: bytes) -> EngineAnswer:
         plan = self._plan
-        head = self._head(plan.decode, legs.PATHS[plan.endpoint], body)
+        path = legs.PATHS[plan.endpoint]
+        self._decode_leg = leg = plan.trace.leg(plan.decode, path, plan.request_id)
+        head = self._head(plan.decode, path, body, leg)
         framing: Framing = "decoded" if plan.decoded or plan.whole else "raw"
         prelude = _PRELUDES.get(plan.endpoint, COMMENTS)
         # Transfer parameters name blocks that are read or written once.
@@ -257,26 +271,28 @@ class Attempt:
 
         Raises _PrefillError.
         """
+        plan = self._plan
+        self._prefill_leg = leg = plan.trace.leg(prefill, legs.PATHS[plan.endpoint], plan.request_id)
         try:
-            params = await self._compute_prompt(prefill)
+            params = await self._compute_prompt(prefill, leg)
         except _PrefillError as exc:
             hold.failed(exc.fault, exc.failure.value)
             if exc.failure in _LOST:
-                self._plan.mode.failed(prefill)
+                plan.mode.failed(prefill)
             raise
         hold.succeeded()
         return params
 
-    async def _compute_prompt(self, prefill: Backend) -> legs.Params:
+    async def _compute_prompt(self, prefill: Backend, leg: Leg) -> legs.Params:
         engines, mode, pair = self._engines, self._plan.mode, self._pair(prefill)
         limit = self._prefill_limit
         try:
             async with asyncio.timeout(limit):
-                body = mode.prefill_leg(self._plan.body, pair, await self._held(prefill))
+                body = mode.prefill_leg(self._plan.body, pair, await self._held(prefill, leg))
                 path = legs.PATHS[self._plan.endpoint]
                 # An answer of /v1/responses repeats much of its request.
                 most = _PREFILL_ANSWER_BYTES + 8 * len(body)
-                status, answer = await self._read_answer(prefill, path, body, most, once=True)
+                status, answer = await self._read_answer(prefill, path, body, most, leg, once=True)
         except TimeoutError:
             raise _failed(
                 Failure.PREFILL_DEADLINE, f"prefill {prefill.name} was not done in {limit:g} s"
@@ -285,6 +301,7 @@ class Attempt:
             unreachable = isinstance(exc, ConnectError)
             failure = Failure.PREFILL_UNREACHABLE if unreachable else Failure.PREFILL_BROKE
             raise _failed(failure, f"prefill {prefill.name}: {exc}", excused=_is_stale(exc)) from exc
+        leg.answered(status)
         if status >= 400:
             refused = Failure.PREFILL_REFUSED if status < 500 else Failure.PREFILL_ERROR
             text = answer[:500].decode(errors="replace")
@@ -304,14 +321,14 @@ class Attempt:
         outlives = self._told is not None and self._plan.mode.finishes_prefill
         return deadlines.answer_seconds if outlives else deadlines.first_byte_seconds
 
-    async def _held(self, prefill: Backend) -> legs.Params | None:
+    async def _held(self, prefill: Backend, leg: Leg) -> legs.Params | None:
         """What decode keeps for prefill to read, if this turn's prompt continues it."""
         handle, body = self._plan.handle, self._plan.body
         if handle is None:
             return None
         prompt = handback.prompt_in(body)
         if prompt is None:
-            prompt = await self._rendered(prefill)
+            prompt = await self._rendered(prefill, leg)
         if prompt is None:
             self._engines.count_handle("unread")
         elif handback.continues(handle.kv, prompt):
@@ -321,12 +338,12 @@ class Attempt:
             self._engines.count_handle("other_prompt")
         return None
 
-    async def _rendered(self, prefill: Backend) -> list[int] | None:
+    async def _rendered(self, prefill: Backend, leg: Leg) -> list[int] | None:
         """The prompt's tokens, by prefill's word; None if it does not tell."""
         path = handback.render_path(self._plan.endpoint)
         try:
             status, answer = await self._read_answer(
-                prefill, path, handback.render_body(self._plan.body), _RENDERED_BYTES
+                prefill, path, handback.render_body(self._plan.body), _RENDERED_BYTES, leg
             )
         except UpstreamError as exc:
             event(_log, logging.DEBUG, "not rendered", request_id=self._plan.request_id, error=str(exc))
@@ -336,6 +353,9 @@ class Attempt:
     def _prefill_done(self, task: asyncio.Task[legs.Params]) -> None:
         """Count a failure, also one that comes when decode has answered already and nobody waits for prefill."""
         error = None if task.cancelled() else task.exception()
+        failure = error.failure.value if isinstance(error, _PrefillError) else None
+        if self._prefill_leg is not None:
+            self._prefill_leg.end(CANCELLED if task.cancelled() else failure)
         if isinstance(error, _PrefillError):
             self._engines.count_prefill_failure(error.failure)
             event(
@@ -343,10 +363,10 @@ class Attempt:
             )
 
     async def _read_answer(
-        self, prefill: Backend, path: str, body: bytes, limit: int, *, once: bool = False
+        self, prefill: Backend, path: str, body: bytes, limit: int, leg: Leg, *, once: bool = False
     ) -> tuple[int, bytes]:
         pool = self._engines.pool
-        head = self._head(prefill, path, body)
+        head = self._head(prefill, path, body, leg)
         answer = await pool.ask(prefill.address, head, body, "decoded", once=once)
         try:
             content = await answer.read(limit)
@@ -359,10 +379,10 @@ class Attempt:
     def _pair(self, prefill: Backend) -> legs.Pair:
         return legs.Pair(prefill, self._plan.decode, self._plan.holder)
 
-    def _head(self, backend: Backend, path: str, body: bytes) -> bytes:
+    def _head(self, backend: Backend, path: str, body: bytes, leg: Leg) -> bytes:
         fields = {
             "content-type": "application/json",
             "x-request-id": self._plan.request_id,
-            **self._plan.passed_on,
+            **leg.headers,
         }
         return request_head("POST", path, str(backend.address), fields, len(body))

@@ -100,6 +100,12 @@ class Auth(_Part, frozen=True):
     api_keys_file: _Name
 
 
+class Tracing(_Part, frozen=True):
+    """`endpoint` is the base URL of a collector that takes OTLP over HTTP; standard OTEL_* variables complete it."""
+
+    endpoint: Annotated[str, msgspec.Meta(pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$")]
+
+
 Mode = Literal["BidirectionalPush", "BidirectionalPull", "Push", "Pull"]
 
 
@@ -121,6 +127,7 @@ class Config(_Part, frozen=True):
     local_prefill: LocalPrefill | None = None
     auth: Auth | None = None
     tls: Tls | None = None
+    tracing: Tracing | None = None
 
     def http_limits(self) -> HttpLimits:
         return HttpLimits(

@@ -17,12 +17,11 @@ from disagg_router.load import Hold
 from disagg_router.logs import event
 from disagg_router.metrics import Metrics
 from disagg_router.pick import any_engine
-from disagg_router.relay import client_id, passed_on, relay
+from disagg_router.relay import CLIENT_GONE, client_id, passed_on, relay
 
 _log = logging.getLogger(__name__)
 
 _TRIES = 2
-_CLIENT_GONE = 499
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Passthrough:
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request. Cancelled when the client goes, which closes the engine's connection."""
         head = exchange.request.head
-        request_id, code = self._new_id(), _CLIENT_GONE
+        request_id, code = self._new_id(), CLIENT_GONE
         extra = {"x-request-id": client_id(head.headers) or request_id}
         failed: dict[str, _Failed] = {}
         try:

@@ -10,6 +10,9 @@ from dataclasses import replace
 from disagg_router.http1 import EngineAnswer, EnginePool, Exchange, Headers, Response, UpstreamError
 from disagg_router.http1.message import relayed_head
 
+CLIENT_GONE = 499
+"""Counted for a client that left before its answer began; nobody gets it."""
+
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _PASSED_ON = (b"traceparent", b"tracestate")
 

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from disagg_router import legs
 from disagg_router.admin import Admin
@@ -28,7 +28,11 @@ from disagg_router.logs import event
 from disagg_router.metrics import Metrics
 from disagg_router.passthrough import Passthrough
 from disagg_router.session import Memory
+from disagg_router.spans import Tracer, Untraced
 from disagg_router.turn import Turns
+
+if TYPE_CHECKING:
+    from disagg_router.otel import OpenTelemetry
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +60,7 @@ class Router:
         self._pool: EnginePool | None = None
         self._dismissals: Dismissals | None = None
         self._server: asyncio.Server | None = None
+        self._traces: OpenTelemetry | None = None
         self._following: list[asyncio.Task[None]] = []
         self.metrics.connections.set_function(lambda: len(self._connections))
         self.metrics.running.set_function(lambda: self.gate.running)
@@ -63,8 +68,8 @@ class Router:
         self.metrics.turn_limit.set_function(lambda: self.gate.limit or 0)
 
     async def start(self, source: Source) -> None:
-        """Listen, and follow the engines of `source`. Raises OSError if a port is taken, ConfigError if there are no keys or
-        no certificate."""
+        """Listen, and follow the engines of `source`. Raises OSError if a port is taken, ConfigError for a
+        configuration that cannot be used."""
         self._pool = EnginePool(float(self.config.deadlines.connect_seconds))
         self._dismissals = Dismissals(self._pool, _new_id)
         engines = Engines(
@@ -89,6 +94,7 @@ class Router:
             self._memory,
             self._handles,
             self.metrics,
+            self._tracer(),
             self._clock,
             _new_id,
         )
@@ -121,6 +127,15 @@ class Router:
             admin_port=self.admin.port,
             tls=certificate is not None,
         )
+
+    def _tracer(self) -> Tracer:
+        if self.config.tracing is None:
+            return Untraced()
+        # Not at the top: without traces nobody has to pay for it.
+        from disagg_router.otel import OpenTelemetry
+
+        self._traces = OpenTelemetry(self.config, self.config.tracing.endpoint)
+        return self._traces
 
     def _tell_modes(self) -> None:
         for mode in self._modes.values():
@@ -164,6 +179,8 @@ class Router:
         if self._pool is not None:
             self._pool.close()
         await self.admin.stop()
+        if self._traces is not None:
+            await self._traces.stop()
 
 
 def _new_id() -> str:

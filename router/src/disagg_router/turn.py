@@ -23,12 +23,12 @@ from disagg_router.metrics import Metrics
 from disagg_router.pick import Choice, choose
 from disagg_router.recovery import Action, Failure, RetryBudget, next_action
 from disagg_router.recovery import Attempt as AttemptFacts
-from disagg_router.relay import client_id, named, passed_on, relay
+from disagg_router.relay import CLIENT_GONE, client_id, named, relay
 from disagg_router.session import Memory, Placement, Session, identify
+from disagg_router.spans import Trace, Tracer
 
 _log = logging.getLogger("disagg_router.turn")
 
-_CLIENT_GONE = 499
 # Of an answer that is read whole, with the tokens of its prompt.
 _ANSWER_BYTES = 256 * 1024 * 1024
 
@@ -42,7 +42,7 @@ class _Turn:
     session: Session
     started: float
     client_id: str | None
-    passed_on: dict[str, str]
+    trace: Trace
     # Why decode has to compute the prompt itself, if it has to.
     local_reason: str | None
     last: Placement | None = None
@@ -51,7 +51,7 @@ class _Turn:
     avoid: set[str] = field(default_factory=set)
     choice: Choice | None = None
     request_id: str = ""
-    code: int = _CLIENT_GONE
+    code: int = CLIENT_GONE
     first_byte: float | None = None
     answer: EngineAnswer | None = None
     broken: str | None = None
@@ -78,6 +78,7 @@ class Turns:
         memory: Memory,
         handles: Handles,
         metrics: Metrics,
+        tracer: Tracer,
         clock: Callable[[], float],
         new_id: Callable[[], str],
     ) -> None:
@@ -89,6 +90,7 @@ class Turns:
         self._memory = memory
         self._handles = handles
         self._metrics = metrics
+        self._tracer = tracer
         self._clock = clock
         self._new_id = new_id
         self._budget = RetryBudget()
@@ -113,6 +115,7 @@ class Turns:
         turn = self._open(endpoint, exchange, body)
         try:
             async with self._gate.place(turn.session.key) as turn.waited:
+                turn.trace.event("admitted")
                 # Asked for only now: the conversation's turn before may have ended in the meantime.
                 turn.last = self._memory.recall(turn.session.key)
                 await self._run(turn, exchange)
@@ -130,6 +133,7 @@ class Turns:
 
     def _refuse(self, endpoint: legs.Endpoint, exchange: Exchange, response: Response) -> None:
         self._metrics.requests.labels(endpoint, str(response.status)).inc()
+        self._tracer.turn(endpoint, exchange.request.head).end({"status": response.status})
         exchange.respond(named(response, exchange.request.head.headers, self._new_id))
 
     def _open(self, endpoint: legs.Endpoint, exchange: Exchange, body: legs.Body) -> _Turn:
@@ -141,7 +145,7 @@ class Turns:
             session=session,
             started=self._clock(),
             client_id=client_id(headers),
-            passed_on=passed_on(headers),
+            trace=self._tracer.turn(endpoint, exchange.request.head),
             local_reason=legs.why_local(body),
         )
 
@@ -194,7 +198,7 @@ class Turns:
             prefill=prefill,
             holder=choice.holder,
             request_id=turn.request_id,
-            passed_on=turn.passed_on,
+            trace=turn.trace,
             decoded=exchange.request.head.http10,
             mode=mode,
             whole=hands_back and not turn.body.streamed,
@@ -277,6 +281,7 @@ class Turns:
         turn.code = answer.status
         turn.answer = answer
         turn.first_byte = self._clock() - turn.started
+        turn.trace.event("first byte")
         if answer.status < 400:
             self._remember(turn, plan)
         if plan.whole:
@@ -370,33 +375,34 @@ class Turns:
         if turn.broken is not None:
             metrics.broken.inc()
         choice = turn.choice
-        event(
-            _log,
-            logging.WARNING if turn.broken or turn.code >= 500 else logging.INFO,
-            "turn",
-            request_id=turn.request_id or None,
-            client_request_id=turn.client_id,
-            endpoint=turn.endpoint,
-            status=turn.code,
-            streamed=turn.body.streamed,
-            session=turn.session.key.hex(),
-            session_by=turn.session.origin,
-            revision=choice.decode.revision if choice else None,
-            decode=choice.decode.name if choice else None,
-            decode_by=choice.decode_reason if choice else None,
-            prefill=_prefill_name(turn),
-            prefill_by=choice.prefill_reason if choice and turn.asks_prefill else None,
-            recomputed=turn.local_reason,
-            small=turn.small or None,
-            attempts=turn.attempts,
-            refused=turn.refusal.value if turn.refusal else None,
-            waited_seconds=round(turn.waited, 4) if turn.waited else None,
-            first_byte_seconds=None if turn.first_byte is None else round(turn.first_byte, 4),
-            seconds=round(seconds, 4),
-            body_bytes=turn.answer.body_bytes if turn.answer else None,
-            broken=turn.broken,
-            client_left=turn.client_left or None,
-        )
+        facts = {
+            "request_id": turn.request_id or None,
+            "client_request_id": turn.client_id,
+            "endpoint": turn.endpoint,
+            "status": turn.code,
+            "streamed": turn.body.streamed,
+            "session": turn.session.key.hex(),
+            "session_by": turn.session.origin,
+            "mode": (choice.decode.mode or self._config.mode) if choice else None,
+            "revision": choice.decode.revision if choice else None,
+            "decode": choice.decode.name if choice else None,
+            "decode_by": choice.decode_reason if choice else None,
+            "prefill": _prefill_name(turn),
+            "prefill_by": choice.prefill_reason if choice and turn.asks_prefill else None,
+            "recomputed": turn.local_reason,
+            "small": turn.small or None,
+            "attempts": turn.attempts,
+            "refused": turn.refusal.value if turn.refusal else None,
+            "waited_seconds": round(turn.waited, 4) if turn.waited else None,
+            "first_byte_seconds": None if turn.first_byte is None else round(turn.first_byte, 4),
+            "seconds": round(seconds, 4),
+            "body_bytes": turn.answer.body_bytes if turn.answer else None,
+            "broken": turn.broken,
+            "client_left": turn.client_left or None,
+        }
+        turn.trace.end(facts)
+        level = logging.WARNING if turn.broken or turn.code >= 500 else logging.INFO
+        event(_log, level, "turn", **facts)
 
 
 def _handle_key(turn: _Turn) -> bytes:

@@ -87,6 +87,20 @@ class Auth(ApiObject):
     ]
 
 
+class Tracing(ApiObject):
+    """OpenTelemetry traces of the router."""
+
+    endpoint: Annotated[
+        str,
+        Field(
+            max_length=2048,
+            pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$",
+            description="Base URL of a collector that takes OTLP over HTTP, such as http://collector.observability:4318; "
+            "/v1/traces is appended. OTEL_* variables in the template's container complete it: sampling, headers, certificates.",
+        ),
+    ]
+
+
 class TLS(ApiObject):
     """Encryption of the router's port for clients."""
 
@@ -195,6 +209,9 @@ class Router(ApiObject):
     tls: Annotated[
         TLS | None,
         Field(description="HTTPS, and nothing else, on the router's port for clients; plain HTTP if absent."),
+    ] = None
+    tracing: Annotated[
+        Tracing | None, Field(description="OpenTelemetry traces of turns; none are made if absent.")
     ] = None
     service: Annotated[RouterService, Field(description="The Service that clients call.")] = RouterService()
     deadlines: Annotated[Deadlines, Field(description="How long the router waits.")] = Deadlines()

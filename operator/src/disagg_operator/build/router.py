@@ -62,6 +62,8 @@ def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manif
             "certificateFile": f"{TLS_DIRECTORY}/{TLS_CERTIFICATE}",
             "keyFile": f"{TLS_DIRECTORY}/{TLS_KEY}",
         }
+    if router.tracing:
+        config["tracing"] = {"endpoint": router.tracing.endpoint}
     return config
 
 
