@@ -17,9 +17,9 @@ ANSWER = {"role": "assistant", "content": "Paris."}
 SECOND = {"role": "user", "content": "And its river?"}
 
 
-def find(body: dict[str, Any], **headers: str) -> Session:
+def find(body: dict[str, Any], by: tuple[str, ...] = ("session_id",), **headers: str) -> Session:
     fields = Headers((name.replace("_", "-").encode(), value.encode()) for name, value in headers.items())
-    return identify(fields, ("X-Session-Id", "X-Chat"), legs.parse(json.dumps(body).encode()))
+    return identify(fields, ("X-Session-Id", "X-Chat"), by, legs.parse(json.dumps(body).encode()))
 
 
 def test_later_turns_have_the_root_of_the_first() -> None:
@@ -76,6 +76,26 @@ def test_fields_of_the_body_name_the_conversation_too() -> None:
 
 def test_the_user_field_does_not_gather_all_of_a_users_conversations() -> None:
     assert find({"messages": [FIRST], "user": "u"}).key == find({"messages": [FIRST]}).key
+
+
+@pytest.mark.parametrize("field", ["user", "prompt_cache_key", "conversation"])
+def test_a_configured_field_alone_names_the_conversation(field: str) -> None:
+    by = ("session_id", field)
+    one, two = [find({"messages": [said], field: "abc"}, by) for said in (FIRST, SECOND)]
+    assert one == two
+    assert one.origin == "body"
+    assert find({"messages": [FIRST], field: "abd"}, by).key != one.key
+    both = {"messages": [FIRST], field: "abc", "session_id": "s"}
+    assert find(both, by).key == find({"messages": [SECOND], "session_id": "s"}).key, (
+        "the first in order counts"
+    )
+    assert find(both, by, x_session_id="h").origin == "header"
+    assert find({"messages": [FIRST], field: ""}, by).origin == "root"
+
+
+def test_a_field_that_is_not_configured_names_nothing() -> None:
+    said = {"messages": [FIRST], "session_id": "abc"}
+    assert find(said, ()).key == find({"messages": [FIRST]}).key
 
 
 def test_a_growing_prompt_keeps_its_name() -> None:

@@ -39,11 +39,13 @@ class Ports(_Part, frozen=True):
 
 
 class SessionConfig(_Part, frozen=True):
-    """`keys`: request headers that name a conversation, the first that is there counts."""
+    """`keys`: request headers that name a conversation, the first that is there counts. Without any of them, `body_fields`:
+    the same for fields of the body."""
 
     keys: tuple[Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")], ...] = (
         "X-Session-Id",
     )
+    body_fields: tuple[_Name, ...] = ("session_id",)
 
 
 class Deadlines(_Part, frozen=True):

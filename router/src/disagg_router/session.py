@@ -46,20 +46,21 @@ class _Message(msgspec.Struct):
 _messages = msgspec.json.Decoder(list[_Message])
 
 
-def identify(headers: Headers, header_keys: Sequence[str], body: Body) -> Session:
+def identify(headers: Headers, header_keys: Sequence[str], body_fields: Sequence[str], body: Body) -> Session:
     """Name the conversation of a request.
 
-    In this order: the first configured header that is there; vLLM's body field `session_id`; OpenAI's
-    `prompt_cache_key` together with the root (it is often shared by many conversations); the root alone.
+    In this order: the first configured header that is there; the first configured field of the body that is a text;
+    OpenAI's `prompt_cache_key` together with the root (it is often shared by many conversations); the root alone.
     """
     root, earlier_turn = _root(body)
     for name in header_keys:
         value = headers.get(name.lower().encode("latin-1"))
         if value:
             return Session(_digest(b"header", name.lower().encode(), value), "header", earlier_turn)
-    session_id = body.text("session_id")
-    if session_id:
-        return Session(_digest(b"session_id", session_id.encode()), "body", earlier_turn)
+    for name in body_fields:
+        text = body.text(name)
+        if text:
+            return Session(_digest(name.encode(), text.encode()), "body", earlier_turn)
     cache_key = body.text("prompt_cache_key")
     if cache_key:
         return Session(_digest(b"prompt_cache_key", cache_key.encode(), root), "body", earlier_turn)

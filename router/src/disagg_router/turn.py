@@ -138,7 +138,8 @@ class Turns:
 
     def _open(self, endpoint: legs.Endpoint, exchange: Exchange, body: legs.Body) -> _Turn:
         headers = exchange.request.head.headers
-        session = identify(headers, self._config.session.keys, body)
+        names = self._config.session
+        session = identify(headers, names.keys, names.body_fields, body)
         return _Turn(
             endpoint=endpoint,
             body=body,

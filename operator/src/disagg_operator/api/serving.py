@@ -54,10 +54,19 @@ class Session(ApiObject):
         Field(
             max_length=8,
             json_schema_extra=list_type("atomic"),
-            description="Request headers that name the conversation, the first that is present counts. Without any the "
-            "beginning of the conversation's text decides.",
+            description="Request headers that name the conversation, the first that is present counts.",
         ),
     ] = ("X-Session-Id",)
+    body_fields: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...],
+        Field(
+            max_length=8,
+            json_schema_extra=list_type("atomic"),
+            description="Fields of the request's body that name the conversation if no header does, the first that is a text "
+            "counts. user or prompt_cache_key may be named here if their values never stand for several conversations at a "
+            "time. Without any the beginning of the conversation's text decides.",
+        ),
+    ] = ("session_id",)
 
 
 class LocalPrefill(ApiObject):

@@ -48,7 +48,7 @@ def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manif
         "mode": str(spec.kv_transfer.mode),
         **({} if retention is None else {"decodeRetentionSeconds": retention}),
         "ports": {"http": HTTP_PORT, "admin": ADMIN_PORT, "engine": HTTP_PORT, "control": CONTROL_PORT},
-        "session": {"keys": list(router.session.keys)},
+        "session": {"keys": list(router.session.keys), "bodyFields": list(router.session.body_fields)},
         "deadlines": router.deadlines.to_wire(),
         "limits": router.limits.to_wire(),
         "overload": router.overload.to_wire(),
