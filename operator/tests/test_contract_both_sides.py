@@ -23,6 +23,7 @@ from disagg_router.legs import MODES
 def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
     spec = parsed_spec(
         router={
+            "policy": {"type": "LeastLoaded"},
             "session": {"keys": ["X-Conversation", "X-Session-Id"], "bodyFields": ["user"]},
             "deadlines": {"connectSeconds": 2, "firstByteSeconds": 33, "idleSeconds": 44},
             "limits": {"bodyBytes": 2048, "headBytes": 4096},
@@ -45,6 +46,7 @@ def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
     assert config.tls.key_file == "/etc/disagg-tls/tls.key"
     assert config.tracing is not None
     assert config.tracing.endpoint == "https://collector.observability:4318/otel"
+    assert config.policy == "LeastLoaded"
     assert config.session.keys == ("X-Conversation", "X-Session-Id")
     assert config.session.body_fields == ("user",)
     assert (config.deadlines.connect_seconds, config.deadlines.first_byte_seconds) == (2, 33)

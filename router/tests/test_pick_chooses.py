@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg_router.backends import Backend, Role
+from disagg_router.config import Policy
 from disagg_router.http1 import Address
 from disagg_router.pick import Choice, Load, choose, rank
 from disagg_router.session import Placement, Session
@@ -93,6 +94,65 @@ def test_a_lost_pod_moves_the_conversation_and_nobody_else_holds_its_kv() -> Non
     assert choice.decode_reason == "moved"
     assert choice.prefill_reason == "session"
     assert choice.holder is None
+
+
+FLEET = pool(2, 3)
+AT_D1 = Placement("r1", "d1-r1", "p1-r1")
+# Policy, turns in flight, the turn's number, where the last one was; then decode, prefill, and who is asked for KV.
+POLICIES: list[tuple[Policy, dict[str, int], int, Placement | None, tuple[str, str, str | None]]] = [
+    ("LeastLoaded", {"d0-r1": 1, "d1-r1": 2, "p0-r1": 1}, 0, None, ("d2-r1", "p1-r1", None)),
+    ("LeastLoaded", {"d0-r1": 1, "d1-r1": 2, "p1-r1": 1}, 9, AT_D1, ("d2-r1", "p0-r1", "d1-r1")),
+    ("LeastLoaded", {"d0-r1": 1, "d2-r1": 2, "p0-r1": 1}, 0, AT_D1, ("d1-r1", "p1-r1", "d1-r1")),
+    ("RoundRobin", {"d0-r1": 9}, 0, None, ("d0-r1", "p0-r1", None)),
+    ("RoundRobin", {"d1-r1": 9}, 1, None, ("d1-r1", "p1-r1", None)),
+    ("RoundRobin", {}, 2, AT_D1, ("d2-r1", "p0-r1", "d1-r1")),
+    ("RoundRobin", {}, 3, AT_D1, ("d0-r1", "p1-r1", "d1-r1")),
+]
+
+
+@pytest.mark.parametrize(("policy", "inflight", "number", "last", "where"), POLICIES)
+def test_other_policies_ignore_where_a_conversation_was_and_say_who_holds_its_kv(
+    policy: Policy,
+    inflight: dict[str, int],
+    number: int,
+    last: Placement | None,
+    where: tuple[str, str, str | None],
+) -> None:
+    for fleet in (FLEET, FLEET[::-1]):
+        choice = pick(fleet, last=last, load=Load(inflight), policy=policy, number=number)
+        assert choice.prefill is not None
+        holder = choice.holder.name if choice.holder else None
+        assert (choice.decode.name, choice.prefill.name, holder) == where
+        assert (choice.decode_reason, choice.prefill_reason) == ("policy", "policy")
+
+
+AT_R2 = Placement("r2", "d0-r2", "p0-r2")
+
+
+@pytest.mark.parametrize("policy", ["LeastLoaded", "RoundRobin"])
+def test_other_policies_keep_to_what_holds_for_all(policy: Policy) -> None:
+    both = pool(2, 2) + pool(2, 2, "r2")
+    for number in range(8):
+        choice = pick(both, session(number), policy=policy, number=number)
+        assert choice.prefill is not None
+        assert choice.prefill.revision == choice.decode.revision
+        stays = pick(both, last=AT_R2, policy=policy, number=number)
+        assert stays.decode.revision == "r2"
+        # It has a history, and where is not known.
+        assert pick(both, session(number, earlier=True), policy=policy, number=number).holder is None
+        suspects = Load({}, {"d0-r2", "p0-r2"})
+        left = pick(both, ONE, AT_R2, suspects, avoid={"p1-r2"}, policy=policy, number=number)
+        assert (left.decode.name, left.prefill, left.prefill_reason) == ("d1-r2", None, "none")
+        zones = [replace(b, zone=b.name[1]) for b in pool(2, 2)]
+        near = pick(zones, policy=policy, number=number, load=Load({"p0-r1": 5}))
+        assert near.prefill is not None
+        assert near.prefill.zone == near.decode.zone
+
+
+def test_engines_that_have_nothing_to_do_share_the_least_loaded_turns() -> None:
+    taken = Counter(pick(pool(1, 4), session(n), policy="LeastLoaded").decode.name for n in range(400))
+    assert len(taken) == 4
+    assert max(taken.values()) < 150
 
 
 def test_a_terminating_pod_takes_no_turn_but_is_asked_for_its_kv() -> None:

@@ -178,3 +178,20 @@ async def test_the_openai_client_works_streamed_and_not(stack: Stack) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             await client.chat.completions.create(model="nope", messages=[{"role": "user", "content": "hi"}])
         assert caught.value.code == "model_not_found"
+
+
+async def test_round_robin_takes_one_engine_after_the_other(make_stack: MakeStack) -> None:
+    stack = await make_stack(prefills=2, decodes=2, policy="RoundRobin")
+    messages: list[dict[str, str]] = []
+    for _ in range(4):
+        messages.append({"role": "user", "content": "hi"})
+        assert (await stack.post({"model": MODEL, "messages": messages}))[0] == 200
+        messages.append({"role": "assistant", "content": "one two three"})
+    await until(stack.idle, "the turns are over")
+    assert [len(engine.seen) for engine in stack.decodes + stack.prefills] == [2, 2, 2, 2]
+    # From the second turn on prefill is told who has the conversation: the decode engine of the turn before.
+    asked = [
+        [seen.body["kv_transfer_params"]["disagg"].get("decode", {}).get("control_port") for seen in p.seen]
+        for p in stack.prefills
+    ]
+    assert asked == [[None, 5701], [5700, 5700]]

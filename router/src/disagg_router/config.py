@@ -108,6 +108,7 @@ class Tracing(_Part, frozen=True):
     endpoint: Annotated[str, msgspec.Meta(pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$")]
 
 
+Policy = Literal["SessionAffinity", "LeastLoaded", "RoundRobin"]
 Mode = Literal["BidirectionalPush", "BidirectionalPull", "Push", "Pull"]
 
 
@@ -120,6 +121,7 @@ class Config(_Part, frozen=True):
     name: _Name
     model: Model
     mode: Mode = "BidirectionalPush"
+    policy: Policy = "SessionAffinity"
     decode_retention_seconds: _Seconds = 480
     ports: Ports = Ports()
     session: SessionConfig = SessionConfig()

@@ -5,6 +5,8 @@ name ranks the engines (rendezvous hashing: adding or removing one engine moves 
 first in that order that is not overloaded is taken ("consistent hashing with bounded loads"). Load is the number of
 turns in flight that this replica has there. A replica that remembers the conversation's last turn prefers the pods
 of that turn, which hold its KV.
+
+That is the policy SessionAffinity. LeastLoaded and RoundRobin choose without regard to where KV is: prefill has to ask for it.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from math import ceil
 from typing import Literal
 
 from disagg_router.backends import Backend
+from disagg_router.config import Policy
 from disagg_router.session import Placement, Session
 
-Reason = Literal["session", "home", "spill", "moved", "none"]
+Reason = Literal["session", "home", "spill", "moved", "policy", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class Choice:
     - `home`: first in the conversation's order
     - `spill`: the pods before it are overloaded
     - `moved`: the last turn's pod does not take turns any more (or did before this turn's first attempt)
+    - `policy`: by a policy that does not look at conversations
     - `none`: there is no such engine
     """
 
@@ -69,28 +73,42 @@ def choose(
     last: Placement | None,
     load: Load,
     avoid: Collection[str] = (),
+    policy: Policy = "SessionAffinity",
+    number: int = 0,
 ) -> Choice | None:
     """Pick the engines for a turn, or None if no decode engine is ready.
 
     `last` is the conversation's remembered placement. Pods in `avoid` have already failed this very turn and are not
-    taken; suspects are taken only if there is no other decode engine, and never for prefill.
+    taken; suspects are taken only if there is no other decode engine, and never for prefill. `number` counts this
+    replica's turns, for RoundRobin.
     """
     ready = [b for b in backends if b.takes_turns and b.name not in avoid]
     prefills = [b for b in ready if b.role == "prefill" and b.name not in load.suspects]
     decodes = [b for b in ready if b.role == "decode"]
-    bound = _KNOWN if last is not None or session.earlier_turn else _NEW
 
+    def pick(among: Sequence[Backend], wanted: str | None) -> tuple[Backend, Reason]:
+        if policy == "LeastLoaded":
+            return _least_loaded(among, session.key, load), "policy"
+        if policy == "RoundRobin":
+            return _in_turn(among, number), "policy"
+        bound = _KNOWN if last is not None or session.earlier_turn else _NEW
+        return _pick(among, session.key, load, bound, wanted)
+
+    affine = policy == "SessionAffinity"
     candidates = _decode_candidates(decodes, prefills, last)
     candidates = [b for b in candidates if b.name not in load.suspects] or candidates
     if not candidates:
         return None
-    decode, decode_reason = _pick(candidates, session.key, load, bound, last.decode if last else None)
+    decode, decode_reason = pick(candidates, last.decode if last else None)
     partners = [b for b in prefills if b.revision == decode.revision]
     prefill: Backend | None = None
     prefill_reason: Reason = "none"
     if partners:
-        prefill, prefill_reason = _pick_prefill(partners, decode, session, last, load, bound)
-    holder = _holder(backends, candidates, session, last)
+        wanted = last.prefill if last is not None else None
+        if not (affine and any(b.name == wanted for b in partners)):
+            partners = [b for b in partners if b.zone == decode.zone] or partners
+        prefill, prefill_reason = pick(partners, wanted)
+    holder = _holder(backends, candidates if affine else (), session, last)
     if holder is not None and holder.revision != decode.revision:
         holder = None  # KV of another revision is of no use
     return Choice(decode, prefill, holder, decode_reason, prefill_reason)
@@ -120,23 +138,6 @@ def _decode_candidates(
     return [b for b in decodes if b.revision in paired] or decodes
 
 
-def _pick_prefill(
-    partners: Sequence[Backend],
-    decode: Backend,
-    session: Session,
-    last: Placement | None,
-    load: Load,
-    bound: _Bound,
-) -> tuple[Backend, Reason]:
-    """The last turn's prefill engine wherever it is, else one in decode's zone, else any."""
-    wanted = last.prefill if last is not None else None
-    if any(b.name == wanted for b in partners):
-        candidates: Sequence[Backend] = partners
-    else:
-        candidates = [b for b in partners if b.zone == decode.zone] or partners
-    return _pick(candidates, session.key, load, bound, wanted)
-
-
 def _pick(
     candidates: Sequence[Backend], key: bytes, load: Load, bound: _Bound, wanted: str | None
 ) -> tuple[Backend, Reason]:
@@ -154,18 +155,28 @@ def _pick(
     return chosen, "home" if wanted is None else "moved"
 
 
+def _least_loaded(candidates: Sequence[Backend], key: bytes, load: Load) -> Backend:
+    """The one with the fewest turns in flight; of several the first in the conversation's order, so that replicas with nothing
+    to do do not all take the same."""
+    return max(candidates, key=lambda b: (-load.inflight.get(b.name, 0), rank(key, b.name)))
+
+
+def _in_turn(candidates: Sequence[Backend], number: int) -> Backend:
+    return sorted(candidates, key=lambda b: b.name)[number % len(candidates)]
+
+
 def rank(key: bytes, name: str) -> bytes:
     """The weight of an engine for a conversation; the highest is its home."""
     return hashlib.blake2b(name.encode(), key=key, digest_size=8).digest()
 
 
 def _holder(
-    backends: Sequence[Backend], candidates: Sequence[Backend], session: Session, last: Placement | None
+    backends: Sequence[Backend], homes: Sequence[Backend], session: Session, last: Placement | None
 ) -> Backend | None:
     """The decode engine of the last turn, also while it terminates. If this replica does not remember that turn, the
-    conversation's home, where any replica would first have looked."""
+    conversation's home among `homes`, where any replica would first have looked."""
     if last is not None:
         return next((b for b in backends if b.name == last.decode), None)
     if session.earlier_turn:
-        return max(candidates, key=lambda b: rank(session.key, b.name))
+        return max(homes, key=lambda b: rank(session.key, b.name), default=None)
     return None

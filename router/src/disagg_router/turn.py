@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from disagg_router import legs
@@ -40,6 +41,7 @@ class _Turn:
     endpoint: legs.Endpoint
     body: legs.Body
     session: Session
+    number: int  # of this replica's turns
     started: float
     client_id: str | None
     trace: Trace
@@ -94,6 +96,7 @@ class Turns:
         self._clock = clock
         self._new_id = new_id
         self._budget = RetryBudget()
+        self._numbers = itertools.count()
 
     async def serve(self, endpoint: legs.Endpoint, exchange: Exchange) -> None:
         """Answer one request. Cancelled when the client goes, which closes both legs."""
@@ -144,6 +147,7 @@ class Turns:
             endpoint=endpoint,
             body=body,
             session=session,
+            number=next(self._numbers),
             started=self._clock(),
             client_id=client_id(headers),
             trace=self._tracer.turn(endpoint, exchange.request.head),
@@ -177,12 +181,16 @@ class Turns:
         self._respond(turn, exchange, not_ready(f"No engine can take this request: {why}."))
 
     def _pick(self, turn: _Turn) -> Choice | None:
-        load = self._engines.loads.snapshot(self._fleet.backends)
-        choice = choose(self._fleet.backends, turn.session, turn.last, load, turn.avoid)
+        choice = self._choose(turn, turn.avoid)
         if choice is not None:
             self._metrics.picks.labels("decode", choice.decode_reason).inc()
             self._metrics.picks.labels("prefill", choice.prefill_reason).inc()
         return choice
+
+    def _choose(self, turn: _Turn, avoid: Collection[str]) -> Choice | None:
+        backends = self._fleet.backends
+        load = self._engines.loads.snapshot(backends)
+        return choose(backends, turn.session, turn.last, load, avoid, self._config.policy, turn.number)
 
     def _plan(self, turn: _Turn, choice: Choice, exchange: Exchange) -> LegPlan:
         mode = self._modes.get(choice.decode.mode or self._config.mode)
@@ -235,13 +243,7 @@ class Turns:
         assert turn.choice is not None
         if not failure.of_prefill:
             turn.decode_failures += 1
-        others = choose(
-            self._fleet.backends,
-            turn.session,
-            turn.last,
-            self._engines.loads.snapshot(self._fleet.backends),
-            turn.avoid | {turn.choice.decode.name},
-        )
+        others = self._choose(turn, turn.avoid | {turn.choice.decode.name})
         facts = AttemptFacts(
             with_prefill=turn.asks_prefill,
             decode_failures=turn.decode_failures,

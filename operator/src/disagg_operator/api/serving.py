@@ -41,7 +41,8 @@ class RouterPolicy(ApiObject):
         RoutingPolicy,
         Field(
             description="SessionAffinity: a conversation stays with the engines that hold its KV; a new one goes where "
-            "every router replica would send it, or elsewhere if that is overloaded. LeastLoaded and RoundRobin ignore conversations and are not implemented yet."
+            "every router replica would send it, or elsewhere if that is overloaded. LeastLoaded: every turn goes to the engines with the "
+            "fewest turns. RoundRobin: to one after the other. These two do not look at conversations, so that most turns move KV first."
         ),
     ] = RoutingPolicy.SESSION_AFFINITY
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .engine import Parallelism
 from .inference import DisaggInferenceSpec
 from .scaling import AutoscalingMode, RolloutStrategy
-from .serving import LocalPrefillMode, RoutingPolicy
+from .serving import LocalPrefillMode
 from .transfer import LoadFailurePolicy
 
 
@@ -66,7 +66,6 @@ def _unless(implemented: str) -> Callable[[str], str | None]:
     return lambda value: None if value == implemented else value
 
 
-_policy = _unless(RoutingPolicy.SESSION_AFFINITY)
 _scaling, _strategy = _unless(AutoscalingMode.DISABLED), _unless(RolloutStrategy.PAIRED)
 
 NOT_IMPLEMENTED: tuple[Gap, ...] = (
@@ -75,7 +74,6 @@ NOT_IMPLEMENTED: tuple[Gap, ...] = (
     *_parallelism_gaps("decode", lambda s: s.decode.parallelism),
     Gap("spec.decode.parallelism.tensor", _indivisible_tensor, "a multiple or a divisor of prefill's"),
     Gap("spec.kvTransfer.loadFailurePolicy", _load_failure, LoadFailurePolicy.RECOMPUTE),
-    Gap("spec.router.policy.type", lambda s: _policy(s.router.policy.type), RoutingPolicy.SESSION_AFFINITY),
     Gap(
         "spec.router.localPrefill.mode",
         lambda s: "Auto" if s.router.local_prefill.mode is LocalPrefillMode.AUTO else None,

@@ -48,6 +48,7 @@ def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manif
         "mode": str(spec.kv_transfer.mode),
         **({} if retention is None else {"decodeRetentionSeconds": retention}),
         "ports": {"http": HTTP_PORT, "admin": ADMIN_PORT, "engine": HTTP_PORT, "control": CONTROL_PORT},
+        "policy": str(router.policy.type),
         "session": {"keys": list(router.session.keys), "bodyFields": list(router.session.body_fields)},
         "deadlines": router.deadlines.to_wire(),
         "limits": router.limits.to_wire(),
