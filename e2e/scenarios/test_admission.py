@@ -246,6 +246,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "spec.router",
         "must not be longer than kvTransfer.leaseSeconds",
     ),
+    "retention shorter than the wait allows": (
+        {"kvTransfer": {"mode": "BidirectionalPull", "decodeRetentionSeconds": 239}},
+        "spec.kvTransfer",
+        "must be at least four times router.deadlines.firstByteSeconds",
+    ),
+    "wait longer than the default retention allows": (
+        {
+            "kvTransfer": {"mode": "BidirectionalPull", "leaseSeconds": 600},
+            "router": {"deadlines": {"firstByteSeconds": 121}},
+        },
+        "spec.kvTransfer",
+        "must be at least four times router.deadlines.firstByteSeconds",
+    ),
     "a key that the router does not have": (
         {"engine": {"image": "x", "extraArgs": ["--api-key=secret"]}},
         "spec.engine.extraArgs",
@@ -286,6 +299,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         {"kvTransfer": {"leaseSeconds": "120s"}},
         "spec.kvTransfer.leaseSeconds",
         "integer",
+    ),
+    "no turn at all": (
+        {"router": {"overload": {"turnsPerEngine": 0}}},
+        "spec.router.overload.turnsPerEngine",
+        "greater than or equal to 1",
     ),
     "misspelt field": ({"prefill": {"replica": 2}}, "spec.prefill.replica", "unknown field"),
     "variable twice": (
@@ -347,7 +365,18 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         }
     },
     "write-back": {"kvTransfer": {"writeBack": {"mode": "Disabled", "maxWaitMilliseconds": 0}}},
-    "retention": {"kvTransfer": {"mode": "BidirectionalPull", "decodeRetentionSeconds": 480}},
+    "retention": {"kvTransfer": {"mode": "BidirectionalPull", "decodeRetentionSeconds": 240}},
+    "retention by default": {
+        "kvTransfer": {"mode": "BidirectionalPull", "leaseSeconds": 600},
+        "router": {"deadlines": {"firstByteSeconds": 120}},
+    },
+    "router with all its settings": {
+        "router": {
+            "auth": {"apiKeySecretRef": {"name": "keys", "key": "keys.txt"}},
+            "tls": {"secretName": "certificate"},
+            "overload": {"turnsPerEngine": 64, "waitingTurns": 0, "waitSeconds": 5},
+        }
+    },
     "long wait with a lease as long": {
         "kvTransfer": {"leaseSeconds": 600},
         "router": {"deadlines": {"firstByteSeconds": 600}},

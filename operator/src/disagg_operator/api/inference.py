@@ -11,7 +11,7 @@ from .placement import Fabric, FabricType, Placement
 from .scaling import Autoscaling, Rollout
 from .serving import NetworkPolicy, Router
 from .status import DisaggInferenceStatus
-from .transfer import KVTransfer, TransferBackend
+from .transfer import DEFAULT_RETENTION_SECONDS, KVTransfer, TransferBackend
 
 # Children are called NAME-prefill-REV8 at the longest; a StatefulSet of 52 characters is the longest whose pods' labels
 # still fit 63.
@@ -58,6 +58,14 @@ class DisaggInferenceSpec(ApiObject):
             "router.deadlines.firstByteSeconds must not be longer than kvTransfer.leaseSeconds: the KV that decode waits "
             "for would be gone",
             ".router",
+        ),
+        Rule(
+            "self.kvTransfer.mode != 'BidirectionalPull' || (has(self.kvTransfer.decodeRetentionSeconds) ? "
+            f"self.kvTransfer.decodeRetentionSeconds : {DEFAULT_RETENTION_SECONDS}) >= "
+            "4 * self.router.deadlines.firstByteSeconds",
+            "kvTransfer.decodeRetentionSeconds must be at least four times router.deadlines.firstByteSeconds: the router has prefill "
+            "read decode's KV for three quarters of it, and reading may begin that long after",
+            ".kvTransfer",
         ),
         Rule(
             "self.kvTransfer.mode != 'BidirectionalPush' || !(self.engine.extraArgs."

@@ -7,6 +7,8 @@ from pydantic import Field
 
 from .base import ApiObject, Rule, list_type, validations
 
+DEFAULT_RETENTION_SECONDS = 480
+
 
 class TransferMode(StrEnum):
     """Who moves KV, and in which directions."""
@@ -156,8 +158,8 @@ class KVTransfer(ApiObject):
         Field(
             ge=10,
             le=86_400,
-            description="How long decode keeps a turn's KV for prefill to read; 480 if absent. Only with mode "
-            "BidirectionalPull.",
+            description=f"How long decode keeps a turn's KV for prefill to read; {DEFAULT_RETENTION_SECONDS} if absent. Only with "
+            "mode BidirectionalPull. At least four times router.deadlines.firstByteSeconds.",
         ),
     ] = None
     write_back: Annotated[
@@ -200,4 +202,4 @@ class KVTransfer(ApiObject):
         """How long decode retains KV, if the mode retains any."""
         if self.mode is not TransferMode.BIDIRECTIONAL_PULL:
             return None
-        return self.decode_retention_seconds or 480
+        return self.decode_retention_seconds or DEFAULT_RETENTION_SECONDS
