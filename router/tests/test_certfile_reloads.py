@@ -19,12 +19,16 @@ class Talk:
     """A client and a server that have shaken hands, over buffers in place of sockets."""
 
     def __init__(
-        self, server: ssl.SSLContext, client: ssl.SSLContext | None = None, name: str | None = "localhost"
+        self,
+        server: ssl.SSLContext,
+        client: ssl.SSLContext | None = None,
+        name: str | None = "localhost",
+        session: ssl.SSLSession | None = None,
     ) -> None:
         client = client or AUTHORITY.client()
         client.check_hostname = name is not None
         up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.client = client.wrap_bio(down, up, server_hostname=name)
+        self.client = client.wrap_bio(down, up, server_hostname=name, session=session)
         self.server = server.wrap_bio(up, down, server_side=True)
         waiting = [self.client, self.server]
         while waiting:
@@ -66,6 +70,23 @@ def test_a_changed_pair_is_shown_to_new_connections_and_hurts_no_open_one(
     newest.write(tmp_path)
     certificate.look()
     assert shown(certificate, name) == newest.serial
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_that_resumes_a_session_from_before_is_served(
+    tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    certificate = CertFile(*AUTHORITY.pair().write(tmp_path))
+    client = AUTHORITY.client()
+    client.maximum_version = version
+    before = Talk(certificate.context, client)
+    assert before.carries(b"once")  # TLS 1.3 gives out sessions after the handshake
+    AUTHORITY.pair().write(tmp_path)
+    certificate.look()
+    for session in (before.client.session, None):
+        after = Talk(certificate.context, client, session=session)
+        assert after.client.session_reused == (session is not None)
+        assert after.carries(b"again")
 
 
 def broken_pairs() -> dict[str, Pair]:
@@ -130,6 +151,7 @@ def test_without_its_files_there_is_no_start(tmp_path: Path, missing: str) -> No
     assert str(caught.value).startswith(str(tmp_path / missing))
 
 
+@pytest.mark.filterwarnings("ignore:.*TLSv1:DeprecationWarning")
 @pytest.mark.parametrize("changed", [False, True], ids=["at first", "after a change"])
 def test_only_tls_from_1_2_and_http_1_1_are_spoken(tmp_path: Path, changed: bool) -> None:
     certificate = CertFile(*AUTHORITY.pair().write(tmp_path))
