@@ -375,6 +375,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             "auth": {"apiKeySecretRef": {"name": "keys", "key": "keys.txt"}},
             "tls": {"secretName": "certificate"},
             "overload": {"turnsPerEngine": 64, "waitingTurns": 0, "waitSeconds": 5},
+            "policy": {"type": "LeastLoaded"},
+            "session": {"keys": ["X-Conversation-Id"], "bodyFields": ["prompt_cache_key", "user"]},
+            "tracing": {"endpoint": "https://collector.observability:4318/otel"},
         }
     },
     "long wait with a lease as long": {

@@ -7,14 +7,17 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
-from disagg_router.config import Overload, Tracing
+from disagg_router.config import Overload, Tls, Tracing
+from router.tests.certificates import Authority
 from router.tests.collector import Collector
 from router.tests.conftest import MakeStack, Stack, until
-from router.tests.fake_engine import hang_up_after, never, refuse
+from router.tests.fake_engine import FakeEngine, Seen, hang_up_after, never, refuse, speak
 
 TURN = "POST /v1/chat/completions"
 CLIENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=1"}
@@ -93,11 +96,13 @@ async def test_without_a_trace_of_the_clients_a_turn_begins_one(
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=staging")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20token")
     stack = await traced(make_stack, collector)
+    headers = {"traceparent": "00-ab-cd-01", "User-Agent": "a" * 5000}  # not a trace, and a lot to say
     for _ in range(2):
-        await stack.post(stack.chat(), headers={"traceparent": "00-ab-cd-01"})  # not one
+        await stack.post(stack.chat(), headers=headers)
     spans = await collector.named(*(TURN, "prefill", "decode") * 2)
     assert len({span.trace_id for span in spans}) == 2
     assert [span.parent_id for span in spans if span.name == TURN] == ["", ""]
+    assert spans[0].attributes["user_agent.original"] == "a" * 256
     told = spans[0].resource
     assert (told["service.name"], told["service.namespace"]) == ("test-router", "default")
     assert told["deployment.environment.name"] == "staging"
@@ -108,14 +113,14 @@ async def test_a_failed_prefill_leg_and_the_attempt_after_it(
     collector: Collector, make_stack: MakeStack
 ) -> None:
     stack = await traced(make_stack, collector)
-    stack.prefill.prefill = refuse(500, "out of order")
 
-    first_attempts = stack.decode.decode
-    stack.decode.decode = never
-    asked = asyncio.create_task(stack.post(stack.chat()))
-    await until(lambda: bool(stack.decode.seen), "the first attempt's leg is at decode")
-    stack.decode.decode = first_attempts
-    assert (await asked)[0] == 200
+    async def fails(engine: FakeEngine, request: web.Request, seen: Seen) -> web.StreamResponse:
+        await until(lambda: bool(stack.decode.seen), "the first attempt's leg is at decode")
+        stack.decode.decode = speak
+        return await refuse(500, "out of order")(engine, request, seen)
+
+    stack.prefill.prefill, stack.decode.decode = fails, never
+    assert (await stack.post(stack.chat()))[0] == 200
 
     turn, prefill, *decodes = await collector.named(TURN, "prefill", "decode", "decode")
     assert (prefill.status, prefill.attributes["error.type"]) == ("error", "prefill_error")
@@ -203,6 +208,19 @@ async def test_what_the_client_does_not_sample_is_not_sent(
     assert (trace_id, flags) == ("0af7651916cd43dd8448eb211c80319c", "00")
     await stack.post(stack.chat(), headers=CLIENT)
     await collector.named(TURN, "prefill", "decode")
+
+
+async def test_a_turn_over_tls_says_so(collector: Collector, make_stack: MakeStack, tmp_path: Path) -> None:
+    authority = Authority()
+    certificate, key = authority.pair().write(tmp_path)
+    tls = Tls(certificate_file=str(certificate), key_file=str(key))
+    stack = await traced(make_stack, collector, tls=tls)
+    url = f"https://127.0.0.1:{stack.router.port}/v1/chat/completions"
+    async with stack.client.post(url, json=stack.chat(), ssl=authority.client()) as response:
+        assert response.status == 200
+    turn, _, decode = await collector.named(TURN, "prefill", "decode")
+    assert turn.attributes["url.scheme"] == "https"
+    assert decode.attributes["url.full"] == stack.decode.url + "/v1/chat/completions"
 
 
 async def test_a_collector_that_hangs_holds_nothing_up(

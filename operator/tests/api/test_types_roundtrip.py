@@ -76,6 +76,20 @@ def test_an_unreadable_manifest_names_the_field() -> None:
 
 
 @pytest.mark.parametrize(
+    ("router", "path"),
+    [
+        ({"session": {"bodyFields": ["metadata.id"]}}, "router.session.bodyFields"),
+        ({"session": {"keys": ["X Session"]}}, "router.session.keys"),
+        ({"tracing": {"endpoint": "collector:4317"}}, "router.tracing.endpoint"),
+        ({"tracing": {"endpoint": "http://collector:4318/?token=a"}}, "router.tracing.endpoint"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(router: dict[str, Any], path: str) -> None:
+    with pytest.raises(ValidationError, match=path):
+        spec_of(router=router)
+
+
+@pytest.mark.parametrize(
     ("model", "served"),
     [
         ({"uri": "hf://Qwen/Qwen3-32B"}, "Qwen/Qwen3-32B"),

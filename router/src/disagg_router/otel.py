@@ -63,6 +63,8 @@ _ATTRIBUTES = {
     "broken": "disagg.broken",
     "client_left": "disagg.client_left",
 }
+# Of a text that a client chooses: the queue is bounded by its number of spans, not by their size.
+_AGENT_BYTES = 256
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -104,7 +106,7 @@ class OpenTelemetry:
         }
         agent = head.headers.get(b"user-agent")
         if agent is not None:
-            attributes["user_agent.original"] = agent.decode("latin-1")
+            attributes["user_agent.original"] = agent[:_AGENT_BYTES].decode("latin-1")
         parent = _propagator.extract(passed_on(head.headers), Context())
         name = f"{head.method} {route}"
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
