@@ -1,4 +1,4 @@
-"""Orders a full run: what is quick and needs nothing first, real engines next, the cluster last.
+"""Orders a run in one process: what is quick and needs nothing first, real engines next, the cluster last.
 
 A broken unit test then shows after seconds, not after the engines have started.
 """
