@@ -3,6 +3,7 @@ was computed with, so wrong text shows as a wrong digest."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 
@@ -19,15 +20,17 @@ class Clock:
         return self.now
 
 
-def digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    return hashlib.sha256(parent + repr(list(tokens)).encode()).digest()
+# The simulations ask for the same prompts again and again.
+@functools.lru_cache(maxsize=65536)
+def digest(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+    return hashlib.sha256(parent + repr(tokens).encode()).digest()
 
 
 def chain(tokens: Sequence[int]) -> list[bytes]:
     """Content of the blocks that hold these tokens, the last one perhaps partial."""
-    parent, contents = b"", []
-    for start in range(0, len(tokens), BLOCK):
-        parent = digest(parent, tokens[start : start + BLOCK])
+    parent, contents, held = b"", [], tuple(tokens)
+    for start in range(0, len(held), BLOCK):
+        parent = digest(parent, held[start : start + BLOCK])
         contents.append(parent)
     return contents
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 from connector.tests.unit.sim_contents import BLOCK, ViolationError, digest
 
@@ -73,9 +74,9 @@ class FakePool:
             raise ViolationError(
                 f"{count} blocks are taken, {len(self._free)} are free, {spare} to be spared"
             )
-        used = [block for block in self._free if block in self.hash_of and block not in self.landed]
-        hot = set(used[len(used) - spare :]) if spare else set()
-        taken = [block for block in self._free if block not in hot][:count]
+        used = (block for block in reversed(self._free) if block in self.hash_of and block not in self.landed)
+        hot = set(islice(used, spare))
+        taken = list(islice((block for block in self._free if block not in hot), count))
         for block in taken:
             del self._free[block]
             self._forget(block)
@@ -101,7 +102,7 @@ class FakePool:
         """Engines without salts and images: every hash is that of its tokens."""
         assert self.events is not None
         for index, block_hash in enumerate(hashes):
-            run = tokens[index * BLOCK : (index + 1) * BLOCK]
+            run = tuple(tokens[index * BLOCK : (index + 1) * BLOCK])
             if digest(parent or b"", run) != block_hash:
                 return
             self.events.append((parent, block_hash, list(run)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import functools
 import re
 from pathlib import Path
 
@@ -16,29 +16,25 @@ DOCUMENTS = [MATRIX, HAZARDS]
 
 # `test_module`, `test_module::test_function`, `test_function`, or its beginning: `test_func...`
 _NAME = re.compile(r"`(test_\w+(?:::test_\w+)?)(\.\.\.)?`")
+_DEFINED = re.compile(r"^ *(?:async )?def (test_\w+)", re.MULTILINE)
 _STATES = ("supported", "refused", "computed", "not tried")
 
 
-def collect() -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for path in (path for part in PARTS for path in (REPOSITORY / part).rglob("test_*.py")):
-        tree = ast.parse(path.read_text())
-        functions = ast.FunctionDef | ast.AsyncFunctionDef
-        found[path.stem] = {node.name for node in ast.walk(tree) if isinstance(node, functions)}
-    return found
-
-
-TESTS = collect()
+@functools.cache
+def defined() -> dict[str, set[str]]:
+    """The tests of each module."""
+    paths = [path for part in PARTS for path in (REPOSITORY / part).rglob("test_*.py")]
+    return {path.stem: set(_DEFINED.findall(path.read_text())) for path in paths}
 
 
 def exists(name: str, *, begins: bool) -> bool:
     module, _, function = name.rpartition("::")
     if module:
-        return function in TESTS.get(module, set())
-    functions = set().union(*TESTS.values())
+        return function in defined().get(module, set())
+    functions = set().union(*defined().values())
     if begins:
         return any(other.startswith(name) for other in functions)
-    return name in TESTS or name in functions
+    return name in defined() or name in functions
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
