@@ -4,8 +4,8 @@ It knows what the decisions depend on: server-side apply with generations and ui
 are updated highest ordinal first, Deployments that surge by one. It is not the API server; tests/live has that one.
 """
 
-import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -22,6 +22,11 @@ Manifest = dict[str, Any]
 SETTINGS = Settings(router_image="router:1", connector_image="connector:1")
 START = datetime(2026, 1, 1, tzinfo=UTC)
 ROTATE = timedelta(days=7)
+
+
+def _copy(value: Any) -> Any:
+    """As copy.deepcopy, several times as fast: most of a simulation is copies of manifests."""
+    return pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
 
 def key_policy() -> KeyPolicy:
@@ -88,13 +93,16 @@ class World:
     def look(self) -> tuple[Wanted, Observed]:
         wanted = read(self.resource, SETTINGS)
         items = [*self.live.values(), *(self._pod_manifest(pod) for pod in self.pods.values())]
-        return wanted, observe(wanted.owner.uid, copy.deepcopy(items))
+        return wanted, observe(wanted.owner.uid, _copy(items))
 
     def plan(self) -> Plan:
         return make_plan(*self.look(), self.now, KeyPolicy(self.policy.every, bytes))
 
     def reconcile(self) -> Report:
         """One pass, as reconcile.py makes it."""
+        return self._pass()[1]
+
+    def _pass(self) -> tuple[Plan, Report]:
         wanted, observed = self.look()
         plan = make_plan(wanted, observed, self.now, self.policy)
         if plan.secret is not None:
@@ -105,11 +113,11 @@ class World:
             self.delete(key_of(item))
         said = report(wanted, observed, plan, [], self.now)
         self.resource["status"] = said.status.to_wire()
-        return said
+        return plan, said
 
     def write_secret(self, write: SecretWrite) -> None:
         """Create, or update of the version that was looked at."""
-        key, item = key_of(write.manifest), copy.deepcopy(write.manifest)
+        key, item = key_of(write.manifest), _copy(write.manifest)
         if write.exists:
             assert item["metadata"]["resourceVersion"] == self.live[key]["metadata"]["resourceVersion"]
         else:
@@ -121,7 +129,7 @@ class World:
 
     def apply(self, manifest: Manifest) -> None:
         key, old = key_of(manifest), self.live.get(key_of(manifest))
-        item = copy.deepcopy(manifest)
+        item = _copy(manifest)
         meta = item["metadata"]
         moment = self.now.isoformat()
         meta["managedFields"] = [{"manager": FIELD_MANAGER, "operation": "Apply", "time": moment}]
@@ -151,9 +159,8 @@ class World:
         """Passes and ticks until three passes in a row change nothing; fails if that does not happen."""
         quiet = 0
         for _ in range(passes):
-            before = (copy.deepcopy(self.resource.get("status")), len(self.deleted), sorted(self.pods))
-            plan = self.plan()
-            said = self.reconcile()
+            before = (_copy(self.resource.get("status")), len(self.deleted), sorted(self.pods))
+            plan, said = self._pass()
             self.tick()
             after = (self.resource["status"], len(self.deleted), sorted(self.pods))
             quiet = quiet + 1 if before == after and not plan.apply and not plan.prune else 0
@@ -194,9 +201,7 @@ class World:
         for ordinal in range(wanted):
             name = f"{meta['name']}-{ordinal}"
             if name not in present:
-                pod = SimulatedPod(
-                    name, meta["name"], template["metadata"]["labels"], copy.deepcopy(template)
-                )
+                pod = SimulatedPod(name, meta["name"], template["metadata"]["labels"], _copy(template))
                 self.pods[name] = pod
                 owned.append(pod)
         item["status"] = {

@@ -1,6 +1,7 @@
 """When engines are held to refuse each other's KV, from pages of their metrics, look by look."""
 
 import copy
+import functools
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -32,12 +33,19 @@ def page(refused: float = 0, offers: float = 0, recomputed: float | None = None)
 QUIET = page()
 
 
+@functools.cache
+def _settled() -> World:
+    """Made once, to be copied."""
+    world = World()
+    world.settle()
+    return world
+
+
 class Engines:
     """Two prefill and two decode pods that are ready, looked at once a minute."""
 
     def __init__(self) -> None:
-        self.world = World()
-        self.world.settle()
+        self.world = copy.deepcopy(_settled())
         self.standing = Standing("uid-1")
         names = sorted(self.world.pods)
         self.prefill = next(name for name in names if "prefill" in name)

@@ -3,6 +3,8 @@
 Controllers create pods, nobody runs them: `Kubelet` writes the status that a node would, by the image's name.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import socket
@@ -118,7 +120,7 @@ class Kubelet:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "Kubelet":
+    def __enter__(self) -> Kubelet:
         self._thread.start()
         return self
 
