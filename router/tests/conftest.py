@@ -25,6 +25,7 @@ from router.tests.fake_engine import FakeEngine
 MODEL = "test/model"
 # For what has to pass in a test; what must not pass in an answer that comes, however busy the machine is.
 SHORT = Deadlines(connect_seconds=60, first_byte_seconds=3, idle_seconds=3, answer_seconds=3)
+LONG = Deadlines(connect_seconds=60, first_byte_seconds=60, idle_seconds=60, answer_seconds=60)
 
 
 def pytest_asyncio_loop_factories(
@@ -69,7 +70,7 @@ def make_config(**changes: Any) -> Config:
         name="test",
         model=Model(name=MODEL),
         ports=Ports(http=0, admin=0),
-        deadlines=Deadlines(connect_seconds=60, first_byte_seconds=60, idle_seconds=60, answer_seconds=60),
+        deadlines=LONG,
         limits=Limits(body_bytes=4 * 1024 * 1024, head_bytes=16384),
     )
     return msgspec.structs.replace(config, **changes)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
-from router.tests.conftest import SHORT, MakeStack, Stack, until
+from router.tests.conftest import LONG, MakeStack, Stack, until
 from router.tests.fake_engine import FakeEngine, Seen, hang_up, never, refuse
 
 
@@ -43,7 +44,8 @@ async def test_a_turn_that_decode_refuses_is_dismissed(stack: Stack, stream: boo
 
 @pytest.mark.parametrize("script", [hang_up, refuse(503, "not now"), never])
 async def test_every_attempt_that_fails_on_decode_is_dismissed(make_stack: MakeStack, script: Any) -> None:
-    stack = await make_stack(deadlines=SHORT)
+    # No script answers, so nothing has to come in this time.
+    stack = await make_stack(deadlines=msgspec.structs.replace(LONG, answer_seconds=0.5))
     once_prefill_is_done(stack, script)
     await stack.post(stack.chat())
     await until(lambda: dismissed(stack.prefill) == turns(stack.prefill), "prefill is told to forget them")

@@ -7,10 +7,11 @@ import json
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
-from router.tests.conftest import MODEL, SHORT, MakeStack, Stack, backend, until
+from router.tests.conftest import LONG, MODEL, SHORT, MakeStack, Stack, backend, until
 from router.tests.fake_engine import (
     FakeEngine,
     Seen,
@@ -253,7 +254,8 @@ async def test_a_sick_pool_is_not_hit_twice_as_hard(make_stack: MakeStack) -> No
 
 
 async def test_decode_that_is_slow_by_itself_is_a_504(make_stack: MakeStack) -> None:
-    stack = await make_stack(deadlines=SHORT)
+    # Nothing has to come in this time.
+    stack = await make_stack(deadlines=msgspec.structs.replace(LONG, answer_seconds=0.5))
     stack.decode.decode = never
     status, answer = await stack.post(stack.chat())
     assert status == 504
@@ -322,7 +324,7 @@ async def test_a_stream_that_falls_silent_is_broken_off(make_stack: MakeStack) -
         await response.write(sse("one"))
         return await never(engine, request, seen)
 
-    stack = await make_stack(deadlines=SHORT)
+    stack = await make_stack(deadlines=msgspec.structs.replace(LONG, idle_seconds=0.5))
     stack.decode.decode = fall_silent
     async with stack.client.post(
         stack.url + "/v1/chat/completions", json=stack.chat(stream=True)
