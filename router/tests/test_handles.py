@@ -80,6 +80,21 @@ def test_a_handle_lives_shorter_than_decodes_retention() -> None:
         assert (store.take(b"a") is not None) == there
 
 
+def test_large_handles_push_older_ones_out() -> None:
+    store = Handles(Clock(), 100, max_bytes=100)
+
+    def large(number: int) -> Handle:
+        params = msgspec.Raw(b'"%s"' % (b"x" * 38))
+        return Handle(DECODE, handback.Handback(params, 1, handback.digest([number])))
+
+    for number, key in enumerate((b"a", b"b", b"b", b"c")):
+        store.put(key, large(number))
+    assert store.take(b"a") is None
+    assert store.take(b"b") == large(2)
+    store.put(b"d", large(4))
+    assert (store.take(b"c"), store.take(b"d")) == (large(3), large(4)), "what was taken has made room"
+
+
 def test_what_is_over_is_dropped_when_something_new_comes() -> None:
     clock = Clock()
     store = Handles(clock, 100)

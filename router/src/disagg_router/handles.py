@@ -1,8 +1,8 @@
 """What decode engines keep of the last turns for prefill to read (mode BidirectionalPull). Pure but for the memory.
 
 A handle is given out once: prefill's reading it makes decode let go of the blocks, and a second reader would read whatever
-came to lie there. It ends before decode's own retention does, for the same reason. Another router replica does not know it;
-a turn that goes there is computed.
+came to lie there. It ends before decode's own retention does, for the same reason. Of several router replicas each conversation
+has one that keeps its handle (`ownership`).
 """
 
 from __future__ import annotations
@@ -38,28 +38,44 @@ class Handles:
     """At most one a conversation; those put least recently go first."""
 
     def __init__(
-        self, clock: Callable[[], float], retention_seconds: float, max_entries: int = 50_000
+        self,
+        clock: Callable[[], float],
+        retention_seconds: float,
+        max_entries: int = 50_000,
+        max_bytes: int = 256 * 1024 * 1024,
     ) -> None:
+        self.seconds = retention_seconds * _SHARE
+        """How long a handle lives."""
         self._clock = clock
-        self._seconds = retention_seconds * _SHARE
         self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._entries: OrderedDict[bytes, tuple[float, Handle]] = OrderedDict()
 
-    def put(self, key: bytes, handle: Handle) -> None:
-        """Keep the handle of the conversation's newest turn, instead of an older one."""
+    def put(self, key: bytes, handle: Handle, until: float | None = None) -> None:
+        """Keep the handle of the conversation's newest turn, instead of an older one; `until` the clock shows that, if it is not
+        a new one."""
         now = self._clock()
-        self._entries[key] = (now + self._seconds, handle)
-        self._entries.move_to_end(key)
+        self._drop(key)
+        self._entries[key] = (now + self.seconds if until is None else until, handle)
+        self._bytes += handle.kv.size
         while self._entries:
-            oldest = next(iter(self._entries.values()))
-            if len(self._entries) <= self._max_entries and oldest[0] > now:
+            oldest, (ends, _) = next(iter(self._entries.items()))
+            full = len(self._entries) > self._max_entries or self._bytes > self._max_bytes
+            if not full and ends > now:
                 break
-            self._entries.popitem(last=False)
+            self._drop(oldest)
 
     def take(self, key: bytes) -> Handle | None:
         """The conversation's handle, once."""
+        until, handle = self._drop(key)
+        return handle if self._clock() < until else None
+
+    def _drop(self, key: bytes) -> tuple[float, Handle | None]:
         until, handle = self._entries.pop(key, (0.0, None))
-        return handle if handle is not None and self._clock() < until else None
+        if handle is not None:
+            self._bytes -= handle.kv.size
+        return until, handle
 
     def usable(self) -> list[bytes]:
         """Whose handles could be used now."""
@@ -75,7 +91,7 @@ class Handles:
             if (handle.decode.name, handle.decode.address) not in there
         ]
         for key in lost:
-            del self._entries[key]
+            self._drop(key)
         return len(lost)
 
     def __len__(self) -> int:

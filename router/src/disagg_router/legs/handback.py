@@ -28,6 +28,11 @@ class Handback:
     tokens: int
     digest: bytes
 
+    @property
+    def size(self) -> int:
+        """Of `params`, in bytes: the rest is small."""
+        return memoryview(self.params).nbytes
+
 
 def asks_for_tokens(body: Body) -> bool:
     """Whether decode's answer to this body can be handed back.
@@ -75,7 +80,8 @@ def _handback(params: msgspec.Raw, prompt: msgspec.Raw, output: msgspec.Raw) -> 
     if not named or not 0 < found.remote_num_tokens <= len(tokens):
         return None
     count = found.remote_num_tokens
-    return Handback(params, count, digest(tokens[:count]))
+    # A copy: `params` is a part of the whole answer, and would keep that in memory.
+    return Handback(params.copy(), count, digest(tokens[:count]))
 
 
 def continues(handback: Handback, prompt: Sequence[int]) -> bool:
