@@ -44,6 +44,8 @@ class World:
     thinks: str = ""
     """What decode generates before its words and leaves out of its answer."""
     boot: int = 1
+    blocks: int = 2
+    """Of what decode keeps, as it names it."""
     kv: dict[str, list[int]] = field(default_factory=dict)
     """What is kept to be read, by the request that made it."""
     finished: dict[str, list[int]] = field(default_factory=dict)
@@ -154,7 +156,7 @@ class World:
             "kv_transfer_params": {
                 "do_remote_prefill": prefill,
                 "do_remote_decode": not prefill,
-                "remote_block_ids": [[1, 2]],
+                "remote_block_ids": [[1, 2] if prefill else list(range(1, self.blocks + 1))],
                 "remote_engine_id": f"boot-{self.boot}",
                 "remote_request_id": name,
                 "remote_host": "127.0.0.1",

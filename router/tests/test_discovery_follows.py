@@ -20,6 +20,7 @@ from disagg_router.discovery import (
     SourceError,
     parse_engines,
 )
+from disagg_router.replicas import replicas_in
 from router.tests.conftest import until
 from router.tests.test_backends_reads_slices import endpoint, piece
 
@@ -85,6 +86,20 @@ async def test_events_change_the_set() -> None:
     sets, errors = await follow(api, 4)
     assert sets[:4] == [["p-0"], ["d-0", "p-0"], ["d-0", "d-1", "p-0"], ["d-0", "d-1"]]
     assert errors == []
+
+
+async def test_the_routers_own_slices_are_told_with_those_of_engines_and_are_no_engines() -> None:
+    one = piece("r", "router", endpoint("r-0", "10.0.0.8"))
+    two = piece("r", "router", endpoint("r-0", "10.0.0.8"), endpoint("r-1", "10.0.0.9"))
+    api = ScriptedApi([[P, one]], [[event("MODIFIED", two)]])
+    published, told = Published(), []
+    source = SliceSource(api, 8000, 5700, pytest.fail, lambda slices: told.append(replicas_in(slices, 8001)))
+    task = asyncio.create_task(source.run(published))
+    await until(lambda: len(published.sets) >= 2, "both are told")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert [[replica.name for replica in replicas] for replicas in told[:2]] == [["r-0"], ["r-0", "r-1"]]
+    assert published.sets[:2] == [["p-0"], ["p-0"]]
 
 
 async def test_an_expired_version_is_listed_again_at_once() -> None:

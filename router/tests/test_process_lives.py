@@ -265,6 +265,11 @@ async def test_api_keys_are_exchanged_while_the_router_serves(tmp_path: Path) ->
             ("--engines", "decode=http://a:1"),
             "/dev/null, /dev/null: not a certificate with its key",
         ),
+        (
+            {**CONFIG, "handles": {"secretDir": "/nowhere"}},
+            ("--engines", "prefill=http://127.0.0.1:1,decode=http://127.0.0.1:2"),
+            "/nowhere/current: replicas' secrets cannot be read",
+        ),
         ({**CONFIG, "mode": "Teleport"}, (), "mode"),
         ({**CONFIG, "tracing": {"endpoint": "collector:4318"}}, (), "tracing.endpoint"),
         (CONFIG, ("--engines", "prefill=nonsense"), "--engines"),

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from disagg_router import logs
 from disagg_router.config import DEFAULT_PATH, Config, ConfigError, load
 from disagg_router.discovery import KubernetesSlices, SliceSource, Source, SourceError, parse_engines
 from disagg_router.logs import event
+from disagg_router.replicas import replicas_in
 from disagg_router.server import Router
 
 _log = logging.getLogger("disagg_router")
@@ -51,6 +53,11 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
         "(append /#PORT for another control port) or a JSON file",
     )
     parser.add_argument(
+        "--name",
+        default=socket.gethostname(),
+        help="this replica's pod, by which its EndpointSlices name it (default: the host's name)",
+    )
+    parser.add_argument(
         "--drain-delay",
         type=float,
         default=3.0,
@@ -81,14 +88,18 @@ async def _serve(config: Config, fixed: Source | None, options: argparse.Namespa
     stop: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop, number)
-    router = Router(config, options.host)
+    router = Router(config, options.host, name=options.name)
     slices: KubernetesSlices | None = None
     source = fixed
     if source is None:
         slices = await KubernetesSlices.connect(config.namespace, config.name)
         errors = router.metrics.discovery_errors
         source = SliceSource(
-            slices, config.ports.engine, config.ports.control, lambda error: errors.labels(error).inc()
+            slices,
+            config.ports.engine,
+            config.ports.control,
+            lambda error: errors.labels(error).inc(),
+            lambda found: router.replicas.publish(replicas_in(found, config.ports.admin)),
         )
     try:
         try:

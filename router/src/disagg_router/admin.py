@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -15,7 +16,9 @@ from disagg_router.http1 import Headers, Response
 from disagg_router.keyfile import KeyFile
 from disagg_router.keys import why_refused
 from disagg_router.metrics import Metrics
+from disagg_router.ownership import MESSAGE_BYTES, Owner
 from disagg_router.session import KEY_BYTES, Memory
+from disagg_router.sharing import PATH
 
 _SESSIONS, _MOST_SESSIONS = 100, 10_000
 
@@ -35,16 +38,20 @@ class Admin:
         self._handles = handles
         self._keys: KeyFile | None = None
         self.draining = False
+        self.owner: Owner | None = None
+        """Who answers other replicas, if they share handles; to be set before `start`."""
         self._runner: web.AppRunner | None = None
         self.port = 0
 
     async def start(self, host: str, port: int, keys: KeyFile | None) -> None:
         self._keys = keys
-        app = web.Application()
+        app = web.Application(client_max_size=MESSAGE_BYTES)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._serve_metrics)
         app.router.add_get("/debug/sessions", self._serve_sessions)
+        if self.owner is not None:
+            app.router.add_post(PATH, partial(self._answer_replica, self.owner))
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
@@ -89,7 +96,7 @@ class Admin:
     def _sessions(self, limit: str) -> Response:
         if not re.fullmatch("[1-9][0-9]{0,4}", limit) or int(limit) > _MOST_SESSIONS:
             return error_response(400, f"`limit` must be a number from 1 to {_MOST_SESSIONS}.", param="limit")
-        # A handle is kept by the name of its conversation and, behind that, the salt of its KV.
+        # A handle is kept by the name of its conversation and, behind that, of the salt of its KV.
         with_handle = {key[:KEY_BYTES] for key in self._handles.usable()}
         sessions = [
             {
@@ -103,3 +110,14 @@ class Admin:
             for key, age, placement in self._memory.newest(int(limit))
         ]
         return Response(200, msgspec.json.encode({"remembered": len(self._memory), "sessions": sessions}))
+
+    async def _answer_replica(self, owner: Owner, request: web.Request) -> web.Response:
+        try:
+            message = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            self._metrics.handle_messages_dropped.labels("too_large").inc()
+            raise
+        answer = owner.answer(message)
+        if answer is None:
+            return web.Response(status=403)
+        return web.Response(body=answer, content_type="application/octet-stream")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -77,8 +77,8 @@ class LegPlan:
     mode: legs.Mode
     whole: bool = False
     """The answer is read before it is passed on, because decode hands back in it what the next turn needs."""
-    handle: Handle | None = None
-    """KV of the turn before that a decode engine keeps, for prefill to read if this turn continues it."""
+    handle: Callable[[], Awaitable[Handle | None]] | None = None
+    """Asks, once, for KV of the turn before that a decode engine keeps, for prefill to read if this turn continues it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,8 @@ class Attempt:
 
     async def _held(self, prefill: Backend, leg: Leg) -> legs.Params | None:
         """What decode keeps for prefill to read, if this turn's prompt continues it."""
-        handle, body = self._plan.handle, self._plan.body
+        body = self._plan.body
+        handle = await self._plan.handle() if self._plan.handle is not None else None
         if handle is None:
             return None
         prompt = handback.prompt_in(body)

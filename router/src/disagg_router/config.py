@@ -108,6 +108,14 @@ class Tracing(_Part, frozen=True):
     endpoint: Annotated[str, msgspec.Meta(pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$")]
 
 
+class HandleSharing(_Part, frozen=True):
+    """Replicas keep handles for each other (mode BidirectionalPull). `secret_dir` holds the secrets that they know each other by,
+    in files `previous`, `current` and `next`; a turn waits for `ask_seconds` at most for another replica's answer."""
+
+    secret_dir: _Name
+    ask_seconds: _Seconds = 0.1
+
+
 Policy = Literal["SessionAffinity", "LeastLoaded", "RoundRobin"]
 Mode = Literal["BidirectionalPush", "BidirectionalPull", "Push", "Pull"]
 
@@ -132,6 +140,7 @@ class Config(_Part, frozen=True):
     auth: Auth | None = None
     tls: Tls | None = None
     tracing: Tracing | None = None
+    handles: HandleSharing | None = None
 
     def http_limits(self) -> HttpLimits:
         return HttpLimits(

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -126,11 +126,18 @@ class SliceSource:
     """
 
     def __init__(
-        self, api: SliceApi, engine_port: int, control_port: int, on_error: Callable[[str], None]
+        self,
+        api: SliceApi,
+        engine_port: int,
+        control_port: int,
+        on_error: Callable[[str], None],
+        on_slices: Callable[[Iterable[Mapping[str, Any]]], None] = lambda slices: None,
     ) -> None:
+        """`on_slices` gets all slices before the engines in them are published: those of the router itself are among them."""
         self._api = api
         self._ports = (engine_port, control_port)
         self._on_error = on_error
+        self._on_slices = on_slices
         self._failures = 0
 
     async def run(self, publish: Publish) -> None:
@@ -148,7 +155,7 @@ class SliceSource:
     async def _list_and_watch(self, publish: Publish) -> None:
         items, version = await self._api.list()
         slices = {item["metadata"]["name"]: item for item in items}
-        publish(from_slices(slices.values(), *self._ports))
+        self._tell(slices.values(), publish)
         async for event in self._api.watch(version):
             self._failures = 0
             item = event["object"]
@@ -158,8 +165,12 @@ class SliceSource:
                 slices.pop(item["metadata"]["name"], None)
             else:
                 slices[item["metadata"]["name"]] = item
-            publish(from_slices(slices.values(), *self._ports))
+            self._tell(slices.values(), publish)
         self._failures = 0
+
+    def _tell(self, slices: Collection[Mapping[str, Any]], publish: Publish) -> None:
+        self._on_slices(slices)
+        publish(from_slices(slices, *self._ports))
 
     def pause(self) -> float:
         """Seconds to wait after a failure: growing, bounded, and scattered so that routers do not come back as one."""

@@ -86,6 +86,12 @@ class Metrics:
             ["result"],
             registry=registry,
         )
+        self.handle_messages_dropped = Counter(
+            "disagg_router_handle_messages_dropped",
+            "Messages of other replicas about handles that were not acted on, by reason.",
+            ["reason"],
+            registry=registry,
+        )
         self.broken = Counter(
             "disagg_router_broken_answers",
             "Answers broken off after their first byte, because the engine failed or fell silent.",

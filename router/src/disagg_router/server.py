@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Coroutine
@@ -26,8 +27,13 @@ from disagg_router.keyfile import KeyFile
 from disagg_router.load import LoadTable
 from disagg_router.logs import event
 from disagg_router.metrics import Metrics
+from disagg_router.ownership import Owner, Peers
 from disagg_router.passthrough import Passthrough
+from disagg_router.replicas import Replicas
+from disagg_router.seal import NONCE_BYTES, Channel
+from disagg_router.secretdir import SecretDir
 from disagg_router.session import Memory
+from disagg_router.sharing import SharedHandles
 from disagg_router.spans import Tracer, Untraced
 from disagg_router.turn import Turns
 
@@ -41,10 +47,16 @@ class Router:
     """Use `start`, then `drain`, then `stop`. Ports are known after `start`."""
 
     def __init__(
-        self, config: Config, host: str = "0.0.0.0", clock: Callable[[], float] = time.monotonic
+        self,
+        config: Config,
+        host: str = "0.0.0.0",
+        clock: Callable[[], float] = time.monotonic,
+        name: str = "",
     ) -> None:
+        """`name` is what the EndpointSlices call this replica: its pod's name."""
         self.config = config
         self.fleet = Fleet()
+        self.replicas = Replicas(name)
         self.loads = LoadTable(clock)
         self.metrics = Metrics(self.fleet, self.loads)
         self._memory = Memory(clock)
@@ -59,6 +71,7 @@ class Router:
         self._connections = Connections()
         self._pool: EnginePool | None = None
         self._dismissals: Dismissals | None = None
+        self._sharing: SharedHandles | None = None
         self._server: asyncio.Server | None = None
         self._traces: OpenTelemetry | None = None
         self._following: list[asyncio.Task[None]] = []
@@ -82,9 +95,9 @@ class Router:
             dismiss=self._dismissals.send,
             let_finish=self._dismissals.let_finish,
         )
-        self.fleet.watchers.append(
-            lambda: self.metrics.handles.labels("gone").inc(self._handles.engines(self.fleet.backends))
-        )
+        sharing = self.config.handles
+        secrets = SecretDir(Path(sharing.secret_dir)) if sharing else None
+        self._sharing = self._shared_handles(self._pool, secrets)
         turns = Turns(
             self.config,
             self.fleet,
@@ -92,7 +105,7 @@ class Router:
             engines,
             self._modes,
             self._memory,
-            self._handles,
+            self._sharing,
             self.metrics,
             self._tracer(),
             self._clock,
@@ -118,6 +131,8 @@ class Router:
             self._follow("following the API keys; they are as last read", keys.follow())
         if certificate is not None:
             self._follow("following the TLS certificate; it is as last read", certificate.follow())
+        if secrets is not None:
+            self._follow("following the replicas' secrets; they are as last read", secrets.follow())
         event(
             _log,
             logging.INFO,
@@ -136,6 +151,22 @@ class Router:
 
         self._traces = OpenTelemetry(self.config, self.config.tracing.endpoint)
         return self._traces
+
+    def _shared_handles(self, pool: EnginePool, secrets: SecretDir | None) -> SharedHandles:
+        """The handles of all replicas; without secrets each replica keeps its own."""
+        store = self._handles
+        count = self.metrics.handles.labels
+        self.fleet.watchers.append(lambda: count("gone").inc(store.engines(self.fleet.backends)))
+        peers, ask_seconds = None, 0.0
+        if secrets is not None and self.config.handles is not None:
+            channel = Channel(lambda: secrets.secrets, os.urandom(NONCE_BYTES))
+            dropped = self.metrics.handle_messages_dropped.labels
+            boot = os.urandom(NONCE_BYTES)
+            self.admin.owner = Owner(store, channel, boot, self._clock, lambda why: dropped(why).inc())
+            peers, ask_seconds = Peers(channel, self._clock), float(self.config.handles.ask_seconds)
+        return SharedHandles(
+            store, self.replicas, peers, pool, ask_seconds, self._clock, lambda result: count(result).inc()
+        )
 
     def _tell_modes(self) -> None:
         for mode in self._modes.values():
@@ -176,6 +207,8 @@ class Router:
         await asyncio.gather(*self._following, return_exceptions=True)
         if self._dismissals is not None:
             await self._dismissals.close()
+        if self._sharing is not None:
+            await self._sharing.close()
         if self._pool is not None:
             self._pool.close()
         await self.admin.stop()

@@ -7,6 +7,8 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import blake2b
 
 from disagg_router import legs
 from disagg_router.admission import Refusal
@@ -15,7 +17,7 @@ from disagg_router.backends import Backend, Fleet
 from disagg_router.config import Config
 from disagg_router.errors import error_response, model_not_found, not_ready, overloaded
 from disagg_router.gate import Gate, OverloadedError
-from disagg_router.handles import Handle, Handles
+from disagg_router.handles import Handle
 from disagg_router.http1 import EngineAnswer, Exchange, Response, UpstreamError
 from disagg_router.legs.handback import split
 from disagg_router.local_prefill import new_tokens
@@ -25,7 +27,8 @@ from disagg_router.pick import Choice, choose
 from disagg_router.recovery import Action, Failure, RetryBudget, next_action
 from disagg_router.recovery import Attempt as AttemptFacts
 from disagg_router.relay import CLIENT_GONE, client_id, named, relay
-from disagg_router.session import Memory, Placement, Session, identify
+from disagg_router.session import KEY_BYTES, Memory, Placement, Session, identify
+from disagg_router.sharing import SharedHandles
 from disagg_router.spans import Trace, Tracer
 
 _log = logging.getLogger("disagg_router.turn")
@@ -78,7 +81,7 @@ class Turns:
         engines: Engines,
         modes: Mapping[str, legs.Mode],
         memory: Memory,
-        handles: Handles,
+        handles: SharedHandles,
         metrics: Metrics,
         tracer: Tracer,
         clock: Callable[[], float],
@@ -211,7 +214,7 @@ class Turns:
             decoded=exchange.request.head.http10,
             mode=mode,
             whole=hands_back and not turn.body.streamed,
-            handle=self._handle(turn, prefill) if prefill is not None and hands_back else None,
+            handle=partial(self._handle, turn, prefill) if prefill is not None and hands_back else None,
         )
 
     def _why_local(self, body: legs.Body, choice: Choice, mode: legs.Mode | None) -> str | None:
@@ -229,9 +232,11 @@ class Turns:
         tokens = new_tokens(turn.body, turn.last is not None and turn.last.decode == choice.decode.name)
         return tokens is not None and tokens <= settings.max_tokens
 
-    def _handle(self, turn: _Turn, prefill: Backend) -> Handle | None:
+    async def _handle(self, turn: _Turn, prefill: Backend) -> Handle | None:
         """What a decode engine keeps of the conversation's last turn, if it is still there to be read by `prefill`."""
-        handle = self._handles.take(_handle_key(turn))
+        if "messages" in turn.body.fields and not turn.session.earlier_turn:
+            return None  # a chat without any answer in it continues none
+        handle = await self._handles.take(_handle_key(turn))
         if handle is None:
             return None
         if not handle.readable(self._fleet.backends, prefill):
@@ -312,7 +317,6 @@ class Turns:
             content, handback = split(turn.body, content)
             if handback is not None:
                 self._handles.put(_handle_key(turn), Handle(plan.decode, handback))
-                self._engines.count_handle("kept")
         kind = answer.headers.get(b"content-type") or b"application/json"
         self._respond(turn, exchange, Response(answer.status, content, kind.decode("latin-1")))
 
@@ -409,8 +413,9 @@ class Turns:
 
 
 def _handle_key(turn: _Turn) -> bytes:
-    """Of a conversation, and of who may share its KV."""
-    return turn.session.key + bytes(turn.body.fields.get("cache_salt", b""))
+    """The name of a conversation and, behind that, of who may share its KV: clients choose how long a salt is."""
+    salt = bytes(turn.body.fields.get("cache_salt", b""))
+    return turn.session.key + (blake2b(salt, digest_size=KEY_BYTES).digest() if salt else b"")
 
 
 def _prefill_name(turn: _Turn) -> str | None:
