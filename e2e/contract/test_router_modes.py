@@ -22,7 +22,8 @@ from connector.tests.engine.conversation import Conversation, body, count, count
 from disagg_operator.api.types import DisaggInferenceSpec
 from disagg_operator.build.engine import engine_arguments, kv_transfer_config
 from disagg_operator.build.router import router_config
-from disagg_operator.naming import Component
+from disagg_operator.control_secret import KEY_BYTES
+from disagg_operator.naming import CONTROL_KEYS, Component
 from e2e.contract.harness import (
     CHAT,
     CONNECTOR,
@@ -164,8 +165,18 @@ def serving(mode: str, model: Path, plain: Engine, folder: Path) -> Iterator[Ser
         for engine in engines.values():
             _let_run_everywhere(engine)
         config = router_config("modes", "default", spec_of(mode))
+        if "handles" in config:
+            config["handles"] = {"secretDir": str(_secrets(folder / "secrets"))}
         with running_router(folder, engines, config) as router:
             yield Served(mode, router, engines["prefill"], engines["decode"], plain)
+
+
+def _secrets(folder: Path) -> Path:
+    """As the operator's Secret is mounted."""
+    folder.mkdir()
+    for key in CONTROL_KEYS:
+        (folder / key).write_bytes(os.urandom(KEY_BYTES))
+    return folder
 
 
 def _let_run_everywhere(engine: Engine) -> None:

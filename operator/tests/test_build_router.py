@@ -2,13 +2,17 @@
 
 from typing import Any
 
-from operator_world import SETTINGS, World, minimal_spec, parsed_spec, resource
+from operator_world import ROTATE, SETTINGS, World, minimal_spec, parsed_spec, resource
 
 from disagg_operator.build.router import build_router, build_router_config, router_config
 from disagg_operator.build.services import build_router_service
+from disagg_operator.naming import CONTROL_KEYS
 
 TLS: dict[str, Any] = {"router": {"tls": {"secretName": "team-tls"}}}
 AUTH: dict[str, Any] = {"router": {"auth": {"apiKeySecretRef": {"name": "team-keys", "key": "keys.txt"}}}}
+
+
+SHARING: dict[str, Any] = {"kvTransfer": {"mode": "BidirectionalPull"}}
 
 
 def pod(**changes: Any) -> Any:
@@ -136,3 +140,41 @@ def test_the_operator_itself_looks_at_no_key() -> None:
     assert not applied
     assert plan.secret is not None
     assert plan.secret.manifest["metadata"]["name"] == "demo-control"
+
+
+def test_replicas_share_handles_by_the_secret_and_their_pods_names_and_in_one_mode_only() -> None:
+    spec = pod(**SHARING)["spec"]
+    volume = next(volume for volume in spec["volumes"] if volume["name"] == "replicas")
+    assert volume["secret"]["secretName"] == "demo-control"
+    assert [(item["key"], item["path"]) for item in volume["secret"]["items"]] == [
+        (k, k) for k in CONTROL_KEYS
+    ]
+    (main,) = spec["containers"]
+    mount = next(mount for mount in main["volumeMounts"] if mount["name"] == "replicas")
+    assert mount["readOnly"]
+    assert "subPath" not in mount, "a single file would never change"
+    told = router_config("demo", "default", parsed_spec(**SHARING))["handles"]
+    assert told == {"secretDir": mount["mountPath"]}
+    assert "--name=$(POD_NAME)" in main["args"]
+    assert main["env"] == [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
+    mounts = [mount["mountPath"] for mount in main["volumeMounts"]]
+    assert not any(a != b and a.startswith(b + "/") for a in mounts for b in mounts), "none inside another"
+
+    for mode in ("BidirectionalPush", "Push", "Pull"):
+        other: dict[str, Any] = {"kvTransfer": {"mode": mode}}
+        assert "handles" not in router_config("demo", "default", parsed_spec(**other))
+        assert [volume["name"] for volume in pod(**other)["spec"]["volumes"]] == ["config"]
+        assert "env" not in pod(**other)["spec"]["containers"][0]
+
+
+def test_secrets_that_are_rotated_roll_no_router() -> None:
+    world = World(resource(minimal_spec(**SHARING)))
+    world.settle()
+    routers = {name: p.template for name, p in world.pods.items() if "router" in name}
+    assert len(routers) == 2
+    world.now += ROTATE
+    plan = world.plan()
+    assert plan.secret is not None
+    assert not plan.apply
+    world.settle()
+    assert {name: p.template for name, p in world.pods.items() if "router" in name} == routers

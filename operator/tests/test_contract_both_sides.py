@@ -5,19 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from operator_world import parsed_spec
+from operator_world import key_policy, parsed_spec
 
 from disagg_connector.config import parse_config
 from disagg_connector.counters import DEFINITIONS
 from disagg_operator.api.transfer import TransferMode
 from disagg_operator.build.engine import kv_transfer_config
 from disagg_operator.build.router import router_config
-from disagg_operator.build.services import build_engine_service
+from disagg_operator.build.services import build_engine_service, build_router_service
+from disagg_operator.control_secret import KEY_BYTES
 from disagg_operator.mismatch import ALWAYS_THERE, COUNTERS
-from disagg_operator.naming import Component
-from disagg_router.backends import from_slices
+from disagg_operator.naming import ADMIN_PORT, CONTROL_KEYS, Component
+from disagg_router.backends import LABEL_NAME, from_slices
 from disagg_router.config import Config, Model, load
 from disagg_router.legs import MODES
+from disagg_router.replicas import replicas_in
+from disagg_router.secretdir import SecretDir
 
 
 def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
@@ -93,7 +96,28 @@ def test_the_router_knows_every_mode_and_how_long_decode_keeps_kv(tmp_path: Path
     config = load(file)
     assert config.mode == mode
     assert config.decode_retention_seconds == (99 if pulls else 480)
+    assert (config.handles is not None) == pulls
     assert str(mode) in MODES
+
+
+def test_replicas_read_the_secret_that_the_operator_writes(tmp_path: Path) -> None:
+    for key in CONTROL_KEYS:
+        (tmp_path / key).write_bytes(key_policy().fresh(KEY_BYTES))
+    assert SecretDir(tmp_path).secrets.current
+
+
+def test_replicas_find_each_other_by_the_service_that_clients_call() -> None:
+    """Its labels come to its EndpointSlices, which a router may watch anyway. The admin port is not in it."""
+    service = build_router_service("demo", "team-a", parsed_spec().router)
+    piece = {
+        "metadata": {"labels": service["metadata"]["labels"]},
+        "addressType": "IPv4",
+        "endpoints": [{"addresses": ["10.0.0.1"], "targetRef": {"name": "demo-router-5d8f-x2x"}}],
+    }
+    (replica,) = replicas_in([piece], ADMIN_PORT)
+    assert (replica.name, str(replica.admin)) == ("demo-router-5d8f-x2x", "10.0.0.1:8001")
+    assert service["metadata"]["labels"][LABEL_NAME] == "demo", "which the router's watch selects by"
+    assert [port["name"] for port in service["spec"]["ports"]] == ["http"]
 
 
 @pytest.mark.parametrize("mode", list(TransferMode))

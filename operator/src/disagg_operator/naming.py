@@ -58,7 +58,7 @@ def role_name(name: str, role: Component) -> str:
 
 
 def control_secret_name(name: str) -> str:
-    """The Secret that both roles' engines recognize each other by."""
+    """The Secret that both roles' engines recognize each other by, and the router's replicas too in mode BidirectionalPull."""
     return f"{name}-control"
 
 

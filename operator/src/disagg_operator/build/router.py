@@ -4,15 +4,18 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from ..api.types import DisaggInferenceSpec, LocalPrefillMode, Router
+from ..api.transfer import TransferMode
+from ..api.types import DisaggInferenceSpec, LocalPrefillMode
 from ..config import Settings
 from ..naming import (
     ADMIN_PORT,
     ANNOTATION_CONFIG,
+    CONTROL_KEYS,
     CONTROL_PORT,
     HTTP_PORT,
     Component,
     Manifest,
+    control_secret_name,
     labels,
     role_name,
     selector,
@@ -27,6 +30,7 @@ TLS_DIRECTORY = "/etc/disagg-tls"
 TLS_CERTIFICATE = "tls.crt"
 """With the next, the keys of every Secret of type kubernetes.io/tls."""
 TLS_KEY = "tls.key"
+SECRETS_DIRECTORY = "/etc/disagg-secrets"
 MIN_READY_SECONDS = 5
 """An old router goes when its successor has been in the Service's endpoints for a while."""
 DRAIN_DELAY_SECONDS = 5
@@ -56,6 +60,8 @@ def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manif
     }
     if router.local_prefill.mode is LocalPrefillMode.THRESHOLD:
         config["localPrefill"] = {"maxTokens": router.local_prefill.max_tokens}
+    if _replicas_share(spec):
+        config["handles"] = {"secretDir": SECRETS_DIRECTORY}
     if router.auth:
         config["auth"] = {"apiKeysFile": f"{KEYS_DIRECTORY}/{KEYS_FILE}"}
     if router.tls:
@@ -66,6 +72,11 @@ def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manif
     if router.tracing:
         config["tracing"] = {"endpoint": router.tracing.endpoint}
     return config
+
+
+def _replicas_share(spec: DisaggInferenceSpec) -> bool:
+    """Whether replicas keep for each other what decode hands back, which it does in one mode."""
+    return spec.kv_transfer.mode is TransferMode.BIDIRECTIONAL_PULL
 
 
 def build_router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manifest:
@@ -109,7 +120,7 @@ def build_router(name: str, namespace: str, spec: DisaggInferenceSpec, config: M
 
 @dataclass(frozen=True, slots=True)
 class _Mounted:
-    """A Secret of the user's that the router reads from a folder.
+    """A Secret that the router reads from a folder.
 
     A folder, not single files: the kubelet exchanges a folder when the Secret changes. Without the Secret or a key of it no pod
     starts, so that a mistake never opens the door.
@@ -127,14 +138,18 @@ class _Mounted:
         return {"secretName": self.secret_name, "items": items, "optional": False}
 
 
-def _secrets(router: Router) -> list[_Mounted]:
-    found = []
+def _secrets(name: str, spec: DisaggInferenceSpec) -> list[_Mounted]:
+    found, router = [], spec.router
     if router.auth:
         ref = router.auth.api_key_secret_ref
         found.append(_Mounted("api-keys", KEYS_DIRECTORY, ref.name, {ref.key: KEYS_FILE}))
     if router.tls:
         files = {name: name for name in (TLS_CERTIFICATE, TLS_KEY)}
         found.append(_Mounted("tls", TLS_DIRECTORY, router.tls.secret_name, files))
+    if _replicas_share(spec):
+        # The engines of this mode mount it too and use it for nothing.
+        files = {key: key for key in CONTROL_KEYS}
+        found.append(_Mounted("replicas", SECRETS_DIRECTORY, control_secret_name(name), files))
     return found
 
 
@@ -155,10 +170,10 @@ def _pod_spec(name: str, spec: DisaggInferenceSpec, settings: Settings) -> Manif
                 "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": spread}]
             }
         },
-        "containers": [_container(spec, settings)],
+        "containers": [_container(name, spec, settings)],
         "volumes": [
             {"name": "config", "configMap": {"name": full_name}},
-            *({"name": mounted.volume, "secret": mounted.source} for mounted in _secrets(spec.router)),
+            *({"name": mounted.volume, "secret": mounted.source} for mounted in _secrets(name, spec)),
         ],
     }
     if settings.image_pull_secrets:
@@ -166,7 +181,7 @@ def _pod_spec(name: str, spec: DisaggInferenceSpec, settings: Settings) -> Manif
     return pod
 
 
-def _container(spec: DisaggInferenceSpec, settings: Settings) -> Manifest:
+def _container(name: str, spec: DisaggInferenceSpec, settings: Settings) -> Manifest:
     container: Manifest = {
         "name": "main",
         "image": settings.router_image,
@@ -192,10 +207,13 @@ def _container(spec: DisaggInferenceSpec, settings: Settings) -> Manifest:
             {"name": "config", "mountPath": CONFIG_DIRECTORY, "readOnly": True},
             *(
                 {"name": mounted.volume, "mountPath": mounted.directory, "readOnly": True}
-                for mounted in _secrets(spec.router)
+                for mounted in _secrets(name, spec)
             ),
         ],
     }
+    if _replicas_share(spec):
+        container["args"].append("--name=$(POD_NAME)")
+        container["env"] = [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
     resources = spec.router.resources.to_wire()
     resources = {key: value for key, value in resources.items() if value}
     if resources:
