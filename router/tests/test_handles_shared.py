@@ -256,7 +256,7 @@ async def test_a_put_that_nobody_heard_of_is_not_sent_again_and_nobody_else_keep
     team = await make_team(ask_seconds=0.1)
     team.between[1].holds = {"put"}
     await team.first_turn(0, owner=1)
-    assert team.count("not_kept") == 1
+    assert team.count("not_kept") >= 1
     assert len(team.between[1].recorded("put")) == 1
     team.between[1].go.set()
     team.see(0, 0)
