@@ -106,6 +106,9 @@ def test_a_certificate_rolls_the_routers_and_no_engine_and_changes_the_endpoint(
 def test_small_turns_stay_on_decode_only_if_that_is_wanted() -> None:
     spec = parsed_spec(router={"localPrefill": {"maxTokens": 99}})
     assert "localPrefill" not in router_config("demo", "default", spec)
+    for mode in ("Threshold", "Auto"):
+        spec = parsed_spec(router={"localPrefill": {"mode": mode}})
+        assert router_config("demo", "default", spec)["localPrefill"] == {"mode": mode, "maxTokens": 512}
 
 
 def test_keys_that_change_roll_no_pod_but_another_secret_does() -> None:

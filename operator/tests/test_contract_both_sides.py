@@ -30,7 +30,7 @@ def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
             "session": {"keys": ["X-Conversation", "X-Session-Id"], "bodyFields": ["user"]},
             "deadlines": {"connectSeconds": 2, "firstByteSeconds": 33, "idleSeconds": 44},
             "limits": {"bodyBytes": 2048, "headBytes": 4096},
-            "localPrefill": {"mode": "Threshold", "maxTokens": 99},
+            "localPrefill": {"mode": "Auto", "maxTokens": 99},
             "tracing": {"endpoint": "https://collector.observability:4318/otel"},
             "auth": {"apiKeySecretRef": {"name": "keys", "key": "keys.txt"}},
             "tls": {"secretName": "certificate"},
@@ -41,7 +41,7 @@ def test_the_router_reads_its_configuration(tmp_path: Path) -> None:
     config = load(file)
     assert (config.namespace, config.name, config.model.name) == ("team-a", "demo", "org/model")
     assert config.local_prefill is not None
-    assert config.local_prefill.max_tokens == 99
+    assert (config.local_prefill.mode, config.local_prefill.max_tokens) == ("Auto", 99)
     assert config.auth is not None
     assert config.auth.api_keys_file == "/etc/disagg-keys/api-keys"
     assert config.tls is not None

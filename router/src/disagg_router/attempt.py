@@ -60,6 +60,7 @@ class Engines:
     """Send a prefill engine the word that a prompt will not be fetched."""
     let_finish: Callable[[asyncio.Task[legs.Params]], None]
     """Keep a prefill leg that outlives its turn."""
+    clock: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,9 @@ class LegPlan:
     """The answer is read before it is passed on, because decode hands back in it what the next turn needs."""
     handle: Callable[[], Awaitable[Handle | None]] | None = None
     """Asks, once, for KV of the turn before that a decode engine keeps, for prefill to read if this turn continues it."""
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    """What of the prompt is for either engine to compute, as far as that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +125,15 @@ class Attempt:
         self._decode_error: str | None = None
         self._prefill_leg: Leg | None = None
         self._hold: Hold
+        self._sent = engines.clock()
+        self.first_piece: float | None = None
+        """Seconds from the legs' dispatch until decode's answer had begun well."""
+        self.prefill_leg: float | None = None
+        """Seconds until prefill's leg had ended well."""
 
     def __enter__(self) -> Self:
-        self._hold = self._stack.enter_context(self._engines.loads.hold(self._plan.decode))
+        hold = self._engines.loads.hold(self._plan.decode, self._plan.decode_tokens)
+        self._hold = self._stack.enter_context(hold)
         return self
 
     def __exit__(
@@ -165,7 +175,7 @@ class Attempt:
             if told is not None:
                 self._decode = asyncio.create_task(self._ask_decode(plan.mode.decode_leg(plan.body, told)))
             # Held before anything else can be chosen: of two turns only one may be a suspect pod's probe.
-            hold = self._engines.loads.hold(plan.prefill)
+            hold = self._engines.loads.hold(plan.prefill, plan.prefill_tokens)
             self._prefill = asyncio.create_task(self._ask_prefill(plan.prefill, hold))
             self._prefill.add_done_callback(lambda _: hold.give_back())
             self._prefill.add_done_callback(self._prefill_done)
@@ -239,6 +249,8 @@ class Attempt:
             return self._decode_failed(Failure.DECODE_ERROR, message)
         self._began = answer.status < 400
         if self._began:
+            self.first_piece = self._engines.clock() - self._sent
+            self._hold.computed()
             self._hold.succeeded()
         return Outcome(None, answer)
 
@@ -280,6 +292,7 @@ class Attempt:
             if exc.failure in _LOST:
                 plan.mode.failed(prefill)
             raise
+        self.prefill_leg = self._engines.clock() - self._sent
         hold.succeeded()
         return params
 

@@ -84,9 +84,11 @@ class Overload(_Part, frozen=True):
 
 
 class LocalPrefill(_Part, frozen=True):
-    """Turns of at most so many new tokens run on decode alone."""
+    """Which turns run on decode alone. `Threshold`: those of at most `max_tokens` new tokens; `Auto`: those for which that is
+    sooner, and by the threshold until that can be told."""
 
     max_tokens: _Count
+    mode: Literal["Threshold", "Auto"] = "Threshold"
 
 
 class Tls(_Part, frozen=True):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from disagg_router.backends import Backend, Role
+from disagg_router.backlog import Backlog, Work
 from disagg_router.breaker import Blame, Breaker, State
 from disagg_router.http1.message import Address
 from disagg_router.pick import Load
@@ -24,17 +25,22 @@ class LoadTable:
         self._clock = clock
         self._inflight: dict[str, int] = {}
         self._breakers: dict[_Pod, Breaker] = {}
+        self.backlog = Backlog(clock)
+        """What engines have yet to compute, as far as that was said of the legs on them."""
         self.opened: Counter[tuple[Role, str]] = Counter()
         """How often breakers have opened, by role and what was the last straw."""
 
-    def hold(self, backend: Backend) -> Hold:
-        """Count one leg on the pod until the hold is given back, which leaving its context does."""
+    def hold(self, backend: Backend, tokens: int = 0) -> Hold:
+        """Count one leg on the pod until the hold is given back, which leaving its context does.
+
+        `tokens` of its prompt are for the pod to compute.
+        """
         self._inflight[backend.name] = self._inflight.get(backend.name, 0) + 1
         pod = _pod(backend)
         breaker, probe = self._breakers.get(pod, Breaker()).begin(self._clock())
         if probe:
             self._breakers[pod] = breaker
-        return Hold(self, backend, probe)
+        return Hold(self, backend, probe, self.backlog.add(backend.name, tokens) if tokens else None)
 
     @property
     def inflight(self) -> dict[str, int]:
@@ -56,6 +62,7 @@ class LoadTable:
     # -- for Hold --------------------------------------------------------------------------------------------
 
     def give_back(self, hold: Hold) -> None:
+        hold.computed()
         left = self._inflight[hold.backend.name] - 1
         if left:
             self._inflight[hold.backend.name] = left
@@ -81,12 +88,20 @@ class LoadTable:
 class Hold:
     """One leg's place on a pod. A context, so that a count is always given back; giving back twice is one."""
 
-    __slots__ = ("_loads", "backend", "probe")
+    __slots__ = ("_backlog", "_loads", "_work", "backend", "probe")
 
-    def __init__(self, loads: LoadTable, backend: Backend, probe: bool) -> None:
+    def __init__(self, loads: LoadTable, backend: Backend, probe: bool, work: Work | None = None) -> None:
         self._loads: LoadTable | None = loads
+        self._backlog = loads.backlog
+        self._work = work
         self.backend = backend
         self.probe = probe
+
+    def computed(self) -> None:
+        """The pod has computed what it had to of the prompt."""
+        if self._work is not None:
+            self._backlog.done(self._work)
+            self._work = None
 
     def succeeded(self) -> None:
         """The pod has answered."""

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from disagg_router.backends import Fleet
 from disagg_router.breaker import State
 from disagg_router.load import LoadTable
+from disagg_router.placer import Placer
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say when a process saw a label first
 
@@ -28,7 +29,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 class Metrics:
     """One registry a router, so that tests and embedders can have several."""
 
-    def __init__(self, fleet: Fleet, loads: LoadTable) -> None:
+    def __init__(self, fleet: Fleet, loads: LoadTable, placer: Placer) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "disagg_router_requests",
@@ -66,6 +67,12 @@ class Metrics:
             "disagg_router_recomputed_turns",
             "Turns that decode answered with a prompt it had to compute itself, by reason.",
             ["reason"],
+            registry=registry,
+        )
+        self.decisions = Counter(
+            "disagg_router_prefill_decisions",
+            "Attempts at a turn, by where its prompt was to be computed and why.",
+            ["placement", "reason"],
             registry=registry,
         )
         self.retries = Counter(
@@ -135,6 +142,8 @@ class Metrics:
             "disagg_router_client_connections", "Open client connections.", registry=registry
         )
         registry.register(_Engines(fleet, loads))
+        if placer.learns:
+            registry.register(_Learned(placer))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -179,3 +188,47 @@ class _Engines(Collector):
         yield inflight
         yield breakers
         yield opened
+
+
+class _Learned(Collector):
+    """What `localPrefill.mode: Auto` goes by."""
+
+    def __init__(self, placer: Placer) -> None:
+        self._placer = placer
+
+    def collect(self) -> Iterator[Metric]:
+        placer = self._placer
+        fixed = GaugeMetricFamily(
+            "disagg_router_cost_fixed_seconds",
+            "What a prompt costs whatever its length, as learned: on prefill, its hand-over to decode, on decode.",
+            labels=["step"],
+        )
+        per_token = GaugeMetricFamily(
+            "disagg_router_cost_seconds_per_token", "And for each of its tokens.", labels=["step"]
+        )
+        used = CounterMetricFamily(
+            "disagg_router_cost_measurements", "Turns that this was learned from.", labels=["step"]
+        )
+        ignored = CounterMetricFamily(
+            "disagg_router_cost_measurements_ignored", "Times that were no positive number.", labels=["step"]
+        )
+        costs = placer.costs()
+        for step, cost in (
+            ("prefill", costs.prefill),
+            ("hand_over", costs.hand_over),
+            ("decode", costs.decode),
+        ):
+            fixed.add_metric([step], cost.fixed)
+            per_token.add_metric([step], cost.per_token)
+            used.add_metric([step], placer.counts[step])
+        for step, count in sorted(placer.ignored.items()):
+            ignored.add_metric([step], count)
+        yield fixed
+        yield per_token
+        yield used
+        yield ignored
+        yield GaugeMetricFamily(
+            "disagg_router_stream_gap_seconds",
+            "The mean time between two pieces of a stream, which stands for the time between tokens; 0 if not known yet.",
+            value=placer.gap,
+        )

@@ -29,6 +29,7 @@ from disagg_router.logs import event
 from disagg_router.metrics import Metrics
 from disagg_router.ownership import Owner, Peers
 from disagg_router.passthrough import Passthrough
+from disagg_router.placer import Placer
 from disagg_router.replicas import Replicas
 from disagg_router.seal import NONCE_BYTES, Channel
 from disagg_router.secretdir import SecretDir
@@ -58,7 +59,8 @@ class Router:
         self.fleet = Fleet()
         self.replicas = Replicas(name)
         self.loads = LoadTable(clock)
-        self.metrics = Metrics(self.fleet, self.loads)
+        self.placer = Placer(config.local_prefill, self.loads.backlog, clock)
+        self.metrics = Metrics(self.fleet, self.loads, self.placer)
         self._memory = Memory(clock)
         self._handles = Handles(clock, float(config.decode_retention_seconds))
         self.admin = Admin(self.fleet, self.metrics, self._memory, self._handles)
@@ -94,6 +96,7 @@ class Router:
             count_handle=lambda result: self.metrics.handles.labels(result).inc(),
             dismiss=self._dismissals.send,
             let_finish=self._dismissals.let_finish,
+            clock=self._clock,
         )
         sharing = self.config.handles
         secrets = SecretDir(Path(sharing.secret_dir)) if sharing else None
@@ -106,6 +109,7 @@ class Router:
             self._modes,
             self._memory,
             self._sharing,
+            self.placer,
             self.metrics,
             self._tracer(),
             self._clock,

@@ -15,15 +15,16 @@ from disagg_router.admission import Refusal
 from disagg_router.attempt import Attempt, Engines, LegPlan, Outcome
 from disagg_router.backends import Backend, Fleet
 from disagg_router.config import Config
+from disagg_router.cost import Decision, Reason
 from disagg_router.errors import error_response, model_not_found, not_ready, overloaded
 from disagg_router.gate import Gate, OverloadedError
 from disagg_router.handles import Handle
 from disagg_router.http1 import EngineAnswer, Exchange, Response, UpstreamError
 from disagg_router.legs.handback import split
-from disagg_router.local_prefill import new_tokens
 from disagg_router.logs import event
 from disagg_router.metrics import Metrics
 from disagg_router.pick import Choice, choose
+from disagg_router.placer import Placer, lacking
 from disagg_router.recovery import Action, Failure, RetryBudget, next_action
 from disagg_router.recovery import Attempt as AttemptFacts
 from disagg_router.relay import CLIENT_GONE, client_id, named, relay
@@ -33,6 +34,7 @@ from disagg_router.spans import Trace, Tracer
 
 _log = logging.getLogger("disagg_router.turn")
 
+_DECISION = b"x-disagg-decision"
 # Of an answer that is read whole, with the tokens of its prompt.
 _ANSWER_BYTES = 256 * 1024 * 1024
 
@@ -63,7 +65,13 @@ class _Turn:
     client_left: bool = False
     waited: float | None = None  # seconds until it was let in
     refusal: Refusal | None = None
-    small: bool = False  # decode computes what is new, by choice
+    wants_decision: bool = False  # the client asks where its prompt is computed and why
+    decision: Decision | None = None
+
+    @property
+    def small(self) -> bool:
+        """Whether decode computes what is new by choice."""
+        return self.local_reason is None and self.decision is not None and self.decision.placement == "decode"
 
     @property
     def asks_prefill(self) -> bool:
@@ -82,6 +90,7 @@ class Turns:
         modes: Mapping[str, legs.Mode],
         memory: Memory,
         handles: SharedHandles,
+        placer: Placer,
         metrics: Metrics,
         tracer: Tracer,
         clock: Callable[[], float],
@@ -94,6 +103,7 @@ class Turns:
         self._modes = modes
         self._memory = memory
         self._handles = handles
+        self._placer = placer
         self._metrics = metrics
         self._tracer = tracer
         self._clock = clock
@@ -155,6 +165,7 @@ class Turns:
             client_id=client_id(headers),
             trace=self._tracer.turn(endpoint, exchange.request.head),
             local_reason=legs.why_local(body),
+            wants_decision=headers.get(_DECISION) is not None,
         )
 
     # -- attempts --------------------------------------------------------------------------------------------
@@ -170,6 +181,7 @@ class Turns:
                 outcome = await attempt.begin()
                 if outcome.failure is None:
                     assert outcome.answer is not None
+                    self._learn(turn, attempt)
                     await self._relay(turn, exchange, plan, outcome.answer)
                     if turn.broken is not None:
                         attempt.broke_off(silent=not outcome.answer.ended.done())
@@ -199,9 +211,11 @@ class Turns:
         mode = self._modes.get(choice.decode.mode or self._config.mode)
         if turn.local_reason is None:
             turn.local_reason = self._why_local(turn.body, choice, mode)
-        turn.small = turn.local_reason is None and self._is_small(turn, choice)
-        prefill = choice.prefill if turn.asks_prefill else None
         mode = mode or self._modes[self._config.mode]
+        turn.decision = decision = self._decide(turn, choice, mode)
+        self._metrics.decisions.labels(decision.placement, decision.reason).inc()
+        prefill = choice.prefill if turn.asks_prefill else None
+        at = decision.situation
         hands_back = prefill is not None and mode.hands_back
         return LegPlan(
             endpoint=turn.endpoint,
@@ -215,6 +229,8 @@ class Turns:
             mode=mode,
             whole=hands_back and not turn.body.streamed,
             handle=partial(self._handle, turn, prefill) if prefill is not None and hands_back else None,
+            decode_tokens=at.decode_tokens if at and prefill is None else 0,
+            prefill_tokens=at.prefill_tokens if at and prefill is not None else 0,
         )
 
     def _why_local(self, body: legs.Body, choice: Choice, mode: legs.Mode | None) -> str | None:
@@ -224,13 +240,22 @@ class Turns:
             return "unknown_mode"
         return mode.why_local(body)
 
-    def _is_small(self, turn: _Turn, choice: Choice) -> bool:
-        """Whether the turn is so small that decode computes it rather than prefill."""
-        settings = self._config.local_prefill
-        if settings is None:
-            return False
-        tokens = new_tokens(turn.body, turn.last is not None and turn.last.decode == choice.decode.name)
-        return tokens is not None and tokens <= settings.max_tokens
+    def _decide(self, turn: _Turn, choice: Choice, mode: legs.Mode) -> Decision:
+        """Where the prompt is computed: on decode if it has to be, else as `router.localPrefill` wants it."""
+        if turn.local_reason is not None:
+            return Decision("decode", turn.local_reason)
+        if self._config.local_prefill is None:
+            return Decision("prefill", Reason.DISABLED)
+        assert choice.prefill is not None  # else it has to be decode
+        running = self._engines.loads.inflight.get(choice.decode.name, 0)
+        tokens = lacking(turn.body, turn.last, choice, mode.asks_holder)
+        return self._placer.place(tokens, choice.decode.name, choice.prefill.name, running)
+
+    def _learn(self, turn: _Turn, attempt: Attempt) -> None:
+        """From a first attempt only: those after it were not what was decided first."""
+        if turn.decision is not None and turn.attempts == 1 and attempt.first_piece is not None:
+            first_piece = attempt.first_piece if turn.body.streamed else None
+            self._placer.learn(turn.decision, first_piece, attempt.prefill_leg)
 
     async def _handle(self, turn: _Turn, prefill: Backend) -> Handle | None:
         """What a decode engine keeps of the conversation's last turn, if it is still there to be read by `prefill`."""
@@ -295,9 +320,11 @@ class Turns:
         if plan.whole:
             await self._relay_whole(turn, exchange, plan, answer)
             return
-        ids = {"x-request-id": turn.client_id or turn.request_id}
-        idle = self._config.deadlines.idle_seconds
-        turn.broken = await relay(exchange, answer, self._engines.pool, ids, idle, plan.decoded)
+        idle, began, pieces = self._config.deadlines.idle_seconds, self._clock(), answer.reads
+        fields = self._fields(turn)
+        turn.broken = await relay(exchange, answer, self._engines.pool, fields, idle, plan.decoded)
+        if turn.broken is None and turn.code == 200 and turn.body.streamed and not answer.stalled:
+            self._placer.learn_gap(answer.reads - pieces, self._clock() - began)
 
     async def _relay_whole(
         self, turn: _Turn, exchange: Exchange, plan: LegPlan, answer: EngineAnswer
@@ -360,8 +387,14 @@ class Turns:
 
     def _respond(self, turn: _Turn, exchange: Exchange, response: Response) -> None:
         turn.code = response.status
-        ids = {"x-request-id": turn.client_id or turn.request_id or self._new_id()}
-        exchange.respond(replace(response, headers={**response.headers, **ids}))
+        exchange.respond(replace(response, headers={**response.headers, **self._fields(turn)}))
+
+    def _fields(self, turn: _Turn) -> dict[str, str]:
+        """What an answer says of its turn in its head."""
+        fields = {"x-request-id": turn.client_id or turn.request_id or self._new_id()}
+        if turn.wants_decision and turn.decision is not None:
+            fields[_DECISION.decode()] = str(turn.decision)
+        return fields
 
     # -- records ---------------------------------------------------------------------------------------------
 
@@ -398,6 +431,7 @@ class Turns:
             "prefill_by": choice.prefill_reason if choice and turn.asks_prefill else None,
             "recomputed": turn.local_reason,
             "small": turn.small or None,
+            "decision": turn.decision.reason if turn.decision else None,
             "attempts": turn.attempts,
             "refused": turn.refusal.value if turn.refusal else None,
             "waited_seconds": round(turn.waited, 4) if turn.waited else None,

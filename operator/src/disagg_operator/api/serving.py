@@ -77,12 +77,17 @@ class LocalPrefill(ApiObject):
         LocalPrefillMode,
         Field(
             description="Disabled: prefill computes every turn. Threshold: turns of at most maxTokens new tokens run on decode "
-            "alone, which has the conversation in its own prefix cache. Auto (by a cost model) is not implemented yet."
+            "alone, which has the conversation in its own prefix cache. Auto: a turn runs where its first token comes sooner, by "
+            "what the router measures of its own turns, unless tokens of others on decode would have to wait for it."
         ),
     ] = LocalPrefillMode.DISABLED
     max_tokens: Annotated[
         int,
-        Field(ge=1, le=1_000_000, description="New tokens up to which a turn is small, with mode Threshold."),
+        Field(
+            ge=1,
+            le=1_000_000,
+            description="New tokens up to which a turn is small, with mode Threshold; with Auto until enough has been measured.",
+        ),
     ] = 512
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from .engine import Parallelism
 from .inference import DisaggInferenceSpec
 from .scaling import AutoscalingMode, RolloutStrategy
-from .serving import LocalPrefillMode
 from .transfer import LoadFailurePolicy
 
 
@@ -74,11 +73,6 @@ NOT_IMPLEMENTED: tuple[Gap, ...] = (
     *_parallelism_gaps("decode", lambda s: s.decode.parallelism),
     Gap("spec.decode.parallelism.tensor", _indivisible_tensor, "a multiple or a divisor of prefill's"),
     Gap("spec.kvTransfer.loadFailurePolicy", _load_failure, LoadFailurePolicy.RECOMPUTE),
-    Gap(
-        "spec.router.localPrefill.mode",
-        lambda s: "Auto" if s.router.local_prefill.mode is LocalPrefillMode.AUTO else None,
-        f"{LocalPrefillMode.DISABLED} or {LocalPrefillMode.THRESHOLD}",
-    ),
     Gap("spec.autoscaling.mode", lambda s: _scaling(s.autoscaling.mode), AutoscalingMode.DISABLED),
     Gap("spec.rollout.strategy", lambda s: _strategy(s.rollout.strategy), RolloutStrategy.PAIRED),
     Gap("spec.rollout.maxSurge", lambda s: _above(-1, s.rollout.max_surge), "no maxSurge"),

@@ -58,8 +58,8 @@ def router_config(name: str, namespace: str, spec: DisaggInferenceSpec) -> Manif
         "limits": router.limits.to_wire(),
         "overload": router.overload.to_wire(),
     }
-    if router.local_prefill.mode is LocalPrefillMode.THRESHOLD:
-        config["localPrefill"] = {"maxTokens": router.local_prefill.max_tokens}
+    if router.local_prefill.mode is not LocalPrefillMode.DISABLED:
+        config["localPrefill"] = router.local_prefill.to_wire()
     if _replicas_share(spec):
         config["handles"] = {"secretDir": SECRETS_DIRECTORY}
     if router.auth:

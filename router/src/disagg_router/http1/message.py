@@ -21,6 +21,7 @@ _NOT_PASSED_ON = frozenset(
         b"date",
         b"server",
         b"x-request-id",
+        b"x-disagg-decision",
     }
 )
 

@@ -161,6 +161,8 @@ class EngineAnswer:
         self.reads = 0
         self.body_bytes = 0
         self.paused = False
+        # Whether it ever was: its pieces then came as fast as the client read.
+        self.stalled = False
         self.reusable = False
         self._taken = False
         self._connection = connection
@@ -359,7 +361,7 @@ class EngineAnswer:
         return b"".join(self._kept)
 
     def pause(self) -> None:
-        self.paused = True
+        self.paused = self.stalled = True
         self._connection.pause()
 
     def resume(self) -> None:

@@ -17,6 +17,8 @@ WIRE_VERSION = 1
 
 
 class BidirectionalPush(Stateless):
+    asks_holder = True
+
     def beforehand(self, pair: Pair) -> Params:
         disagg = {"version": WIRE_VERSION, "prefill": _engine(pair.prefill)}
         return {"do_remote_prefill": True, "do_remote_decode": False, "disagg": disagg}

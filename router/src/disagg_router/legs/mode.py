@@ -36,6 +36,10 @@ class Mode(Protocol):
         """Whether decode's answers that are not streamed say how the next turn's prefill can read the turn's KV."""
 
     @property
+    def asks_holder(self) -> bool:
+        """Whether prefill gets what it lacks of a conversation from the decode engine that holds it."""
+
+    @property
     def finishes_prefill(self) -> bool:
         """Whether a prefill leg has to run to its end once decode was told of it, even if nobody wants the turn any more."""
 
@@ -71,6 +75,7 @@ class Stateless:
     """What modes have in common that know nothing of engines beforehand and take every prompt."""
 
     hands_back = False
+    asks_holder = False
     finishes_prefill = False
 
     def why_local(self, body: Body) -> str | None:

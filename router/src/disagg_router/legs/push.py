@@ -23,6 +23,7 @@ _Engine = tuple[str, Address]
 
 class Push:
     hands_back = False
+    asks_holder = False
     finishes_prefill = True
 
     def __init__(self) -> None:
