@@ -58,6 +58,10 @@ bench-connector: .venv/ready ## CPU of the connector's hooks in an engine step; 
 bench-router: .venv/ready ## What the router costs on the way of a stream, beside PyPI's vllm-router; writes build/reports/router.json
 	$(VENV)/python -m bench.router
 
+.PHONY: bench-local-prefill
+bench-local-prefill: .venv/ready ## Where prompts are computed best, on simulated engines; draws docs/benchmarks/local-prefill.png
+	$(VENV)/python -m bench.local_prefill
+
 ##@ Develop
 .PHONY: prepare
 prepare: .venv/ready ## Build and cache what tests and demo need: Kubernetes, vLLM on CPU, the models

@@ -36,6 +36,8 @@ GOOD: dict[str, Any] = {"version": 1, "namespace": "default", "name": "demo", "m
         ({"auth": {}}, ["auth", "apiKeysFile"]),
         ({"auth": {"apiKeysFile": ""}}, ["auth.apiKeysFile"]),
         ({"auth": {"apiKeys": ["inline"]}}, ["auth"]),
+        ({"localPrefill": {"mode": "Auto"}}, ["localPrefill", "maxTokens"]),
+        ({"localPrefill": {"maxTokens": 9, "mode": "Sometimes"}}, ["localPrefill.mode", "Sometimes"]),
         ({"overload": {"turnsPerEngine": 0}}, ["overload.turnsPerEngine"]),
         ({"overload": {"waitSeconds": 0}}, ["overload.waitSeconds"]),
     ],

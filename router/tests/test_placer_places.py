@@ -1,0 +1,153 @@
+"""What a placer makes of a turn, and of what became of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from disagg_router.backends import Backend
+from disagg_router.backlog import Backlog
+from disagg_router.config import LocalPrefill
+from disagg_router.cost import Decision, Reason
+from disagg_router.learned import ENOUGH, PAUSE_SECONDS, SHARE
+from disagg_router.legs import parse
+from disagg_router.pick import Choice
+from disagg_router.placer import LEAST_PIECES, Lacking, Placer, lacking
+from disagg_router.session import Placement
+from router.tests.conftest import backend
+
+D, P = backend("decode", 0, 1), backend("prefill", 0, 2)
+BODY = parse(
+    json.dumps(
+        {
+            "messages": [
+                {"role": "user", "content": "x" * 3000},
+                {"role": "assistant", "content": "y" * 3000},
+                {"role": "user", "content": "go on"},
+            ]
+        }
+    ).encode()
+)
+ALL, NEW = 2000, 20
+
+
+def lacks(last: Placement | None, holder: Backend | None = None, asks: bool = False) -> tuple[bool, bool]:
+    """Whether decode, and whether prefill, lacks all of it and not the new message only."""
+    found = lacking(BODY, last, Choice(D, P, holder, "session", "session"), asks)
+    assert found is not None
+    for tokens in (found.decode, found.prefill):
+        assert tokens < NEW or tokens > ALL
+    return found.decode > ALL, found.prefill > ALL
+
+
+def test_engines_lack_what_is_new_to_them() -> None:
+    assert lacks(None) == (True, True)
+    assert lacks(Placement("rev1", D.name, P.name)) == (False, False)
+    assert lacks(Placement("rev1", D.name, "prefill-9")) == (False, True)
+    assert lacks(Placement("rev1", D.name, None)) == (False, True)
+    assert lacks(Placement("rev1", "decode-9", P.name)) == (True, False)
+
+
+def test_prefill_does_not_lack_what_it_can_ask_for() -> None:
+    elsewhere = Placement("rev1", D.name, "prefill-9")
+    assert lacks(elsewhere, holder=D, asks=True) == (False, False)
+    assert lacks(elsewhere, holder=D, asks=False) == (False, True)
+    assert lacks(elsewhere, holder=None, asks=True) == (False, True)
+
+
+def test_what_has_images_cannot_be_told() -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://a/b.png"}}
+    body = parse(json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode())
+    assert lacking(body, None, Choice(D, P, None, "home", "home"), False) is None
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def placer(clock: Clock, settings: LocalPrefill | None = LocalPrefill(512, "Auto")) -> Placer:  # noqa: B008 frozen
+    return Placer(settings, Backlog(clock), clock)
+
+
+def place(placer: Placer, tokens: int, running: int = 1) -> Decision:
+    return placer.place(Lacking(tokens, tokens), D.name, P.name, running)
+
+
+def measured(clock: Clock) -> Placer:
+    """Prefill takes 0.1 s and 0.1 ms a token, handing over 0.1 s."""
+    found = placer(clock)
+    while not found.costs().measured:
+        decision = place(found, 2000)
+        found.learn(decision, first_piece=0.4, prefill_leg=0.3)
+    return found
+
+
+def test_what_decode_has_been_given_counts_against_the_next_turn() -> None:
+    clock = Clock()
+    auto = measured(clock)
+    taken = 0.0
+    while (decision := place(auto, 300)).placement == "decode":
+        taken += 300 * auto.costs().prefill.per_token
+    assert decision.reason == Reason.GUARD
+    assert 0 < taken <= PAUSE_SECONDS
+    clock.now += PAUSE_SECONDS / SHARE
+    assert place(auto, 300).placement == "decode"
+
+
+def test_an_idle_engine_is_given_more_and_owes_nothing_for_it() -> None:
+    auto = measured(Clock())
+    assert place(auto, 2000, running=1).reason == Reason.GUARD
+    assert place(auto, 2000, running=0).placement == "decode"
+    assert place(auto, 500, running=1).placement == "decode"
+
+
+def test_each_step_is_learned_from_the_turns_that_show_it() -> None:
+    auto = measured(Clock())
+    on_decode = place(auto, 100)
+    assert on_decode.placement == "decode"
+    auto.learn(on_decode, first_piece=0.2, prefill_leg=None)
+    auto.learn(on_decode, first_piece=None, prefill_leg=None)
+    on_prefill = place(auto, 9000)
+    assert on_prefill.placement == "prefill"
+    auto.learn(on_prefill, first_piece=2.0, prefill_leg=None)  # decode was first: prefill's leg tells nothing
+    auto.learn(on_prefill, first_piece=None, prefill_leg=1.0)
+    assert auto.counts == {"prefill": ENOUGH + 1, "hand_over": ENOUGH, "decode": 1}
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), 0.0, -1.0])
+def test_nonsense_is_counted_and_changes_nothing(seconds: float) -> None:
+    auto = measured(Clock())
+    before = auto.costs()
+    auto.learn(place(auto, 9000), first_piece=seconds, prefill_leg=seconds)
+    auto.learn(place(auto, 100), first_piece=seconds, prefill_leg=None)
+    auto.learn_gap(100, seconds)
+    assert auto.costs() == before
+    assert auto.gap == 0
+    assert set(auto.ignored) == {"prefill", "hand_over", "decode", "gap"}
+
+
+def test_a_short_stream_says_nothing_of_gaps() -> None:
+    auto = placer(Clock())
+    auto.learn_gap(LEAST_PIECES - 1, 1.0)
+    assert auto.gap == 0
+    auto.learn_gap(LEAST_PIECES, 0.4)
+    assert auto.gap == 0.4 / LEAST_PIECES
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [(None, Reason.DISABLED), (LocalPrefill(512), Reason.SMALL), (LocalPrefill(5), Reason.LARGE)],
+)
+def test_other_modes_learn_nothing(settings: LocalPrefill | None, reason: Reason) -> None:
+    plain = placer(Clock(), settings)
+    decision = place(plain, 100)
+    assert decision.reason == reason
+    plain.learn(decision, 0.1, 0.05)
+    plain.learn_gap(100, 1.0)
+    assert not plain.learns
+    assert plain.gap == 0
+    assert set(plain.counts.values()) == {0}
