@@ -258,3 +258,17 @@ async def test_an_error_of_decode_is_told_with_the_decision(stack: Stack) -> Non
     async with stack.client.post(url, json=stack.chat(), headers={HEADER: ""}) as response:
         assert response.status == 400
         assert response.headers[HEADER] == "placement=prefill; reason=disabled"
+
+
+async def test_an_engines_own_word_of_a_decision_is_not_passed_on(stack: Stack) -> None:
+    async def decode(engine: FakeEngine, request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await speak(engine, request, seen)
+        response.headers[HEADER] = "placement=moon"
+        return response
+
+    stack.decode.decode = decode
+    url = stack.url + "/v1/chat/completions"
+    async with stack.client.post(url, json=stack.chat()) as response:
+        assert HEADER not in response.headers
+    async with stack.client.post(url, json=stack.chat(), headers={HEADER: "1"}) as response:
+        assert response.headers.getall(HEADER) == ["placement=prefill; reason=disabled"]
