@@ -188,6 +188,36 @@ async def test_a_client_that_never_reads_is_given_up() -> None:
         await until(lambda: len(core.connections) == 0, "the connection is closed")
 
 
+async def test_a_client_that_asks_on_without_reading_is_given_up() -> None:
+    async def answer(exchange: Exchange) -> None:
+        exchange.respond(
+            Response(200, b"x" * (16 * 1024 * 1024 if exchange.request.head.path == "/large" else 1))
+        )
+
+    limits = HttpLimits(stall_seconds=1)
+    async with core_server(handler=answer, limits=limits) as core, connect(core.port) as client:
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await client.send(GET % b"large")
+        await until(lambda: core.handled == ["/large"], "the first request is answered")
+        await client.send(GET % b"small")
+        await until(lambda: len(core.connections) == 0, "the connection is closed", seconds=10)
+        assert core.handled == ["/large"]
+
+
+async def test_a_client_that_stops_reading_near_the_end_of_the_last_answer_is_given_up() -> None:
+    async def answer(exchange: Exchange) -> None:
+        exchange.respond(Response(200, b"x" * 16 * 1024 * 1024))
+
+    limits = HttpLimits(stall_seconds=0.2)
+    async with core_server(handler=answer, limits=limits) as core, connect(core.port) as client:
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await client.send(b"GET /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        await until(lambda: core.handled == ["/x"], "the request is answered")
+        for connection in list(core.connections._open):
+            connection.resume_writing()  # as the transport does when little is left
+        await until(lambda: len(core.connections) == 0, "the connection is closed", seconds=10)
+
+
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 async def test_an_aborted_answer_is_visibly_broken(version: bytes) -> None:
     async def break_off(exchange: Exchange) -> None:

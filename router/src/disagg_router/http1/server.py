@@ -48,6 +48,10 @@ class _State(enum.Enum):
     CLOSED = "closed"
 
 
+# What is written then is an answer, which a client has to read.
+_ANSWERS = (_State.BUSY, _State.IDLE)
+
+
 class _RefusedError(Exception):
     """Ends parsing: the request is answered with `response` and the connection closed."""
 
@@ -174,6 +178,11 @@ class ServerConnection(asyncio.Protocol):
         if self._state in (_State.LINGER, _State.CLOSED):
             return
         if self._state is _State.IDLE:
+            if self.write_paused:
+                # It cannot have read the answer before: pipelining, too. Who does that and never reads would fill the memory.
+                if data.strip(b"\r\n"):
+                    self._close()
+                return
             self._state = _State.HEAD
             self._arm(self._limits.request_seconds, self._too_slow)
         self._fed += len(data)
@@ -196,11 +205,13 @@ class ServerConnection(asyncio.Protocol):
         self.write_paused = True
         if self._exchange is not None:
             self._exchange.pause_source()
-        self._arm(self._limits.stall_seconds, self._stalled)
+        if self._state in _ANSWERS:
+            self._arm(self._limits.stall_seconds, self._stalled)
 
     def resume_writing(self) -> None:
         self.write_paused = False
-        self._disarm()
+        if self._state in _ANSWERS:  # else what is armed bounds the end of the connection
+            self._disarm()
         if self._exchange is not None:
             self._exchange.resume_source()
         elif self._state is _State.IDLE:
