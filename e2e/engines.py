@@ -29,7 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
 
-from e2e.images.engine import ensure_bundle
+from e2e.engine_process import Process, fork, spawn
+from e2e.images.engine import ensure_bundle, vllm_cache
 from e2e.images.engine_bundle import EngineError
 from e2e.images.engine_cache import say
 
@@ -85,9 +86,18 @@ class EngineSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     python_path: tuple[Path, ...] = ()
     """Folders put first on PYTHONPATH, such as connector/src."""
+    forked: bool = True
+    """As a fork of a process that has imported vLLM, which saves most of the start; False is `vllm serve` as users call it."""
+
+    def start(self, ports: Ports, folder: Path, log: Path) -> Process:
+        """Start the server in `folder`."""
+        environment = self.environment(ports, folder)
+        if self.forked:
+            return fork(self.arguments(ports), environment, folder, log)
+        return spawn(self.command(ports), environment, folder, log)
 
     def command(self, ports: Ports) -> list[str]:
-        """What is started."""
+        """What is started where the server is not forked."""
         return [str(ensure_bundle() / "bin" / "vllm"), *self.arguments(ports)]
 
     def arguments(self, ports: Ports) -> list[str]:
@@ -123,7 +133,10 @@ class EngineSpec:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
+            "VLLM_CACHE_ROOT": str(vllm_cache()),
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            # The worker in the engine's process, as on one GPU, not in one of its own.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": HOST,
@@ -150,16 +163,7 @@ class Engine:
         self._reserved = _ReservedPorts(3)
         self.ports = Ports(*self._reserved.numbers)
         self._started = time.monotonic()
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                spec.command(self.ports),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self.folder,
-                env=spec.environment(self.ports, self.folder),
-                start_new_session=True,
-            )
+        self.process = spec.start(self.ports, self.folder, self.log)
         # In a session of its own, so that what ends the harness' process group leaves it alive.
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", _GUARD, "guard", str(self.process.pid)],

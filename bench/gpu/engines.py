@@ -25,6 +25,7 @@ _DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_ca
 class HeldSpec(EngineSpec):
     """An engine that imports everything and then waits for its gate (`bench.gpu.serve`)."""
 
+    forked: bool = False
     gpu: int | None = None
     """The GPU it runs on; None is CPU."""
     home: Path = Path("/nonexistent")

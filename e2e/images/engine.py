@@ -17,7 +17,7 @@ from e2e.images import engine_bundle, engine_models, engine_next
 from e2e.images.engine_bundle import EngineError
 from e2e.images.engine_cache import Say, build_once, cache_root, say
 
-__all__ = ["MODELS", "EngineError", "ensure_bundle", "ensure_model", "ensure_next"]
+__all__ = ["MODELS", "EngineError", "ensure_bundle", "ensure_model", "ensure_next", "vllm_cache"]
 
 MODELS = tuple(engine_models.RECIPES)
 
@@ -31,8 +31,18 @@ def ensure_bundle(report: Say = say) -> Path:
         EngineError: it cannot be built.
     """
     python = engine_bundle.find_interpreter()
-    target = cache_root() / engine_bundle.current_bundle_name(python)
-    return build_once(target, lambda folder: engine_bundle.build_bundle(folder, python, report), report)
+    return build_once(
+        _bundle_of(python), lambda folder: engine_bundle.build_bundle(folder, python, report), report
+    )
+
+
+def vllm_cache() -> Path:
+    """What the bundle brings for $VLLM_CACHE_ROOT. Builds nothing."""
+    return _bundle_of(engine_bundle.find_interpreter()) / engine_bundle.VLLM_CACHE
+
+
+def _bundle_of(python: engine_bundle.Interpreter) -> Path:
+    return cache_root() / engine_bundle.current_bundle_name(python)
 
 
 def ensure_model(name: str, report: Say = say) -> Path:

@@ -24,7 +24,7 @@ from uv import find_uv_bin
 from e2e.images.engine_cache import Say
 
 LOCK_FILE = Path(__file__).parents[2] / "requirements" / "engine-cpu.txt"
-RECIPE_VERSION = "1"
+RECIPE_VERSION = "2"
 """Raise this when the code below changes what a bundle contains."""
 
 PYTHON_SERIES = "3.11"
@@ -49,6 +49,20 @@ _UNUSED_STDLIB = (
 _NIXL_API = "nixl_cu13/_api.py"
 _NIXL_POLL = b"agent_config.pthrDelay = 0\n"
 _NIXL_POLL_PATCHED = b"agent_config.pthrDelay = 100\n"
+
+VLLM_CACHE = "vllm-cache"
+"""Folder below the bundle for $VLLM_CACHE_ROOT. It holds what vLLM knows of the classes of our models and would, in each
+start without it, import itself once more to find out."""
+
+_KNOWN_MODELS = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+
+_OFFLINE = {
+    "PATH": os.defpath,
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""The environment in which a new bundle is tried: nothing of the builder's."""
 
 _VLLM_COMMAND = """\
 #!/bin/sh
@@ -153,6 +167,7 @@ def build_bundle(folder: Path, python: Interpreter, report: Say) -> None:
         accept=(0, 1),
     )
     _check(copied)
+    _know_models(folder, copied)
     report(f"engine bundle: ready after {time.monotonic() - started:.0f} s")
 
 
@@ -277,17 +292,24 @@ def replace_file(path: Path, content: bytes) -> None:
 def _check(python: Path) -> None:
     """Import what serving needs, as a pod would: nothing of the builder's environment but PATH."""
     code = "import vllm, nixl._api, importlib.metadata as m; print(vllm.__file__, m.version('vllm'))"
-    checked = {
-        "PATH": os.defpath,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    _run(
-        [str(python), "-I", "-c", code],
-        "importing vLLM and NIXL from the new bundle",
-        env=checked,
+    _run([str(python), "-I", "-c", code], "importing vLLM and NIXL from the new bundle", env=_OFFLINE)
+
+
+def _know_models(folder: Path, python: Path) -> None:
+    code = (
+        "import sys; from vllm.model_executor.models.registry import ModelRegistry as r; "
+        "[r.models[name].inspect_model_cls() for name in sys.argv[1:]]"
     )
+    environment = _OFFLINE | {"VLLM_CACHE_ROOT": str(folder / VLLM_CACHE)}
+    _run(
+        [str(python), "-I", "-c", code, *_KNOWN_MODELS], "asking vLLM of our models' classes", env=environment
+    )
+    found = list((folder / VLLM_CACHE / "modelinfos").glob("*.json"))
+    if len(found) != len(_KNOWN_MODELS):
+        raise EngineError(
+            f"Engine bundle: vLLM keeps {len(found)} of {len(_KNOWN_MODELS)} models in $VLLM_CACHE_ROOT/modelinfos: this "
+            "vLLM differs from the one the recipe was written for. See e2e/images/engine_bundle.py, VLLM_CACHE."
+        )
 
 
 def _run(

@@ -33,7 +33,7 @@ def _until(holds: Callable[[], bool], what: str) -> None:
 
 
 def _start(folder: Path) -> Engine:
-    engine = Engine(StandIn(Path("/m")), "stand-in", folder)
+    engine = Engine(StandIn(Path("/m"), forked=False), "stand-in", folder)
     _until(lambda: len(live_members(engine.pid)) == 2, "the server has its child")
     return engine
 

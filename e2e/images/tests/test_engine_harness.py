@@ -1,6 +1,9 @@
 """Starting engines on loopback: what they are given, and a real one."""
 
 import json
+import os
+import signal
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,10 +56,25 @@ def test_an_engine_that_cannot_start_is_told_with_its_log(tmp_path: Path) -> Non
         pytest.fail("it started")
 
 
+@pytest.mark.engine
+def test_a_forked_engine_is_told_of_like_a_process_of_ones_own(tmp_path: Path) -> None:
+    spec = EngineSpec(ensure_model("tiny-qwen3"), env={"OF_THIS_ENGINE": "1"})
+    with running(spec, "forked", tmp_path) as engine:
+        environment = Path(f"/proc/{engine.pid}/environ").read_bytes()
+        assert engine.process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            engine.process.wait(0.01)
+        os.killpg(engine.pid, signal.SIGKILL)
+        assert engine.process.wait(60) == -signal.SIGKILL
+    assert b"OF_THIS_ENGINE" not in environment, "the kernel tells the parent's; this was a fork"
+    assert live_members(engine.pid) == []
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with running(EngineSpec(ensure_model("tiny-qwen3")), "plain") as ready:
-        assert len(live_members(ready.pid)) >= 3
+    """Not forked: `vllm serve` as users call it."""
+    with running(EngineSpec(ensure_model("tiny-qwen3"), forked=False), "plain") as ready:
+        assert len(live_members(ready.pid)) >= 2
         yield ready
     assert live_members(ready.pid) == []
 
