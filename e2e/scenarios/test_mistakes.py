@@ -70,11 +70,11 @@ def all_scheduled(inference: Inference) -> bool:
 
 def test_a_field_of_a_later_version_is_refused_by_name(typo: Inference, cluster: Cluster) -> None:
     manifest = cpu_manifest(typo.name, model="tiny-qwen3", served_name="tiny")
-    manifest["spec"]["kvTransfer"] = {"mode": "Pull"}
+    manifest["spec"]["kvTransfer"] = {"loadFailurePolicy": "Fail"}
     cluster.apply(manifest)
 
     told = typo.wait_condition("Stalled", lambda c: c.reason == "NotImplemented", "not implemented")
-    assert "kvTransfer.mode" in told.message, told
+    assert "kvTransfer.loadFailurePolicy" in told.message, told
     assert not typo.children()
 
 

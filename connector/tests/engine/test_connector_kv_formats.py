@@ -22,7 +22,14 @@ from connector.tests.engine.conversation import (
 from connector.tests.engine.evidence import Evidence
 from e2e.engines import EngineSpec, running_all
 
-pytestmark = pytest.mark.engine
+CPU_FLAGS = set(Path("/proc/cpuinfo").read_text().split())
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        not CPU_FLAGS & {"avx512f", "amx_tile"}, reason="vLLM stores FP8 on CPUs with AVX-512 or AMX only"
+    ),
+]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3"])

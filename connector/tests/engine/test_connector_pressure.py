@@ -173,7 +173,7 @@ def test_two_hundred_turns_under_pressure_are_right(small: Engines, ledger: Path
     assert len(talk.answers) == SESSIONS * TURNS
     assert talk.left > 0, "a client has left in the middle of an answer"
     assert talk.stopped > 0, "an answer has ended at a stop string"
-    assert counter(prefill, ONDEMAND) > 0, "prefill has evicted what it needs again"
+    assert counter(prefill, ONDEMAND, result="served") > 0, "prefill has evicted what it needs again"
     for reason in ("params", "fingerprint", "prompt"):
         assert counter(decode, RECOMPUTED, reason=reason) == 0
     for engine in (prefill, decode):
