@@ -310,6 +310,8 @@ def _know_models(folder: Path, python: Path) -> None:
             f"Engine bundle: vLLM keeps {len(found)} of {len(_KNOWN_MODELS)} models in $VLLM_CACHE_ROOT/modelinfos: this "
             "vLLM differs from the one the recipe was written for. See e2e/images/engine_bundle.py, VLLM_CACHE."
         )
+    for path in found:
+        path.chmod(0o644)  # vLLM writes for its own user, and pods run as another
 
 
 def _run(
