@@ -73,3 +73,10 @@ def test_a_stored_response_cannot_be_told() -> None:
 
 def test_a_message_without_a_role_is_the_engines_to_judge() -> None:
     assert chat({"content": "a"}, decode_has_it=True) == size({"content": "a"})
+
+
+@pytest.mark.parametrize("role", [b"5", b"null", b'["assistant"]', b'"\xff"'])
+def test_a_role_that_is_none_is_the_engines_to_judge(role: bytes) -> None:
+    message = b'{"role": %s, "content": "a"}' % role
+    body = parse(b'{"messages": [%s]}' % message)
+    assert new_tokens(body, decode_has_it=True) == -(-len(message) // 3)

@@ -21,7 +21,7 @@ _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class _Item(msgspec.Struct):
-    role: str = ""
+    role: msgspec.Raw = msgspec.Raw(b"null")  # whatever it is, decode judges it
 
 
 _item = msgspec.json.Decoder(_Item)
@@ -46,7 +46,7 @@ def _after_last_answer(messages: msgspec.Raw) -> int:
     """Bytes of the messages after the last of the assistant, of all if there is none. `messages` are well-formed."""
     size = 0
     for message in reversed(_items.decode(messages)):
-        if _item.decode(message).role == "assistant":
+        if bytes(_item.decode(message).role) == b'"assistant"':
             break
         size += len(bytes(message))
     return size
