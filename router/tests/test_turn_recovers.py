@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import aiohttp
@@ -303,6 +304,23 @@ async def test_a_refusal_by_both_engines_is_decodes_and_counts_as_no_recompute(s
     assert (status, answer["error"]["message"]) == (400, "decode's message")
     await until(stack.idle, "no leg is left")
     assert stack.metric("disagg_router_recomputed_turns_total", reason="prefill_refused") == 0
+
+
+async def test_what_an_engine_quotes_of_a_prompt_is_not_logged(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    for status in (400, 500):
+        stack.prefill.prefill = refuse(status, "1 validation error: {'input': 'a secret'}")
+        waits_for_kv(stack.decode)
+        assert (await stack.post(stack.chat("a secret")))[0] == 200
+    await until(stack.idle, "no leg is left")
+    logged = [vars(record) for record in caplog.records]
+    assert [fields["fields"]["reason"] for fields in logged if fields["msg"] == "attempt failed"] == [
+        "prefill_refused",
+        "prefill_error",
+    ]
+    assert "a secret" not in repr(logged)
 
 
 async def test_a_stream_that_breaks_is_seen_to_break(stack: Stack) -> None:

@@ -317,8 +317,8 @@ class Attempt:
         leg.answered(status)
         if status >= 400:
             refused = Failure.PREFILL_REFUSED if status < 500 else Failure.PREFILL_ERROR
-            text = answer[:500].decode(errors="replace")
-            raise _failed(refused, f"prefill {prefill.name} answered {status}: {text}")
+            # Not what it says: vLLM quotes the request, and messages are logged.
+            raise _failed(refused, f"prefill {prefill.name} answered {status}")
         tokens = legs.prompt_tokens(answer)
         if tokens is not None:
             engines.count_prompt_tokens(tokens)
