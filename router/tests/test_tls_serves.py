@@ -230,6 +230,26 @@ async def test_draining_does_not_wait_for_idle_clients_that_do_not_say_goodbye(t
         assert core.connections.kill() == 0
 
 
+async def test_draining_does_not_wait_for_a_request_on_a_connection_whose_handshake_is_late(
+    tmp_path: Path,
+) -> None:
+    limits = HttpLimits(goodbye_seconds=1)
+    async with (
+        core_server(certificate=certificate(tmp_path), limits=limits) as core,
+        connect(core.port, AUTHORITY.client()) as idle,
+        connect(core.port) as late,
+    ):
+        await idle.send(GET % b"x")
+        await idle.answer()
+        idle.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        draining = asyncio.create_task(core.connections.drain(60))
+        await asyncio.sleep(0)
+        await late.writer.start_tls(AUTHORITY.client(), server_hostname="localhost")
+        assert await late.closed()
+        await draining
+        assert core.connections.kill() == 0
+
+
 async def test_a_client_that_still_reads_is_not_cut_at_the_goodbyes_limit(tmp_path: Path) -> None:
     body = b"x" * 32 * 1024 * 1024
 

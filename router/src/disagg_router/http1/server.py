@@ -69,6 +69,8 @@ class Connections:
         self._none_open.set()
         # While set, every answer closes its connection, so that clients move elsewhere.
         self.retiring = False
+        # While set, nobody listens any more, and whoever comes late, from a handshake, is not waited for.
+        self.draining = False
 
     def __len__(self) -> int:
         return len(self._open)
@@ -84,7 +86,7 @@ class Connections:
 
     async def drain(self, seconds: float) -> None:
         """Close idle connections now and the others after their answer; wait for that, `seconds` at most."""
-        self.retiring = True
+        self.retiring = self.draining = True
         for connection in list(self._open):
             connection.drain()
         try:
@@ -156,6 +158,8 @@ class ServerConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is one by duck typing only
         self._open.add(self)
         self._arm(self._limits.keep_alive_seconds, self._close)
+        if self._open.draining:
+            self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._state = _State.CLOSED
