@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import ssl
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,8 +17,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from router.tests.certificates import Authority
 from router.tests.collector import Collector
 from router.tests.fake_engine import FakeEngine, Seen, sse, start_stream
+from router.tests.wire import connect
 
 CONFIG = {
     "version": 1,
@@ -214,6 +217,25 @@ def publish_keys(folder: Path, version: str, text: str) -> None:
     (folder / "next").rename(folder / "current")
     if not (folder / "api-keys").is_symlink():
         (folder / "api-keys").symlink_to("current/api-keys")
+
+
+async def test_what_no_code_can_catch_is_a_structured_log_line_too(tmp_path: Path) -> None:
+    """Python asks for a server's name in ASCII, inside OpenSSL's handshake."""
+    authority = Authority()
+    certificate, key = authority.pair().write(tmp_path)
+    tls = {"certificateFile": str(certificate), "keyFile": str(key)}
+    sent = ssl.MemoryBIO()
+    client = authority.client().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost")
+    with pytest.raises(ssl.SSLWantReadError):
+        client.do_handshake()
+    async with router(
+        tmp_path, "--engines", "decode=http://127.0.0.1:1", config={**CONFIG, "tls": tls}
+    ) as process:
+        port = (await process.logged("serving"))["port"]
+        async with connect(port) as odd:
+            await odd.send(sent.read().replace(b"localhost", b"\xff" * 9))
+            assert b"HTTP/" not in await odd.rest()
+        assert "UnicodeDecodeError" in (await process.logged("ignored"))["exception"]
 
 
 async def test_api_keys_are_exchanged_while_the_router_serves(tmp_path: Path) -> None:

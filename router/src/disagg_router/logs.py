@@ -28,6 +28,13 @@ def set_up(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    sys.unraisablehook = _ignored
+
+
+def _ignored(what: sys.UnraisableHookArgs) -> None:
+    """An exception that Python has nobody to give to, such as one in a callback of OpenSSL's."""
+    error = what.exc_value or what.exc_type()
+    logging.getLogger(__name__).error("ignored an exception that nobody can catch", exc_info=error)
 
 
 def event(logger: logging.Logger, level: int, message: str, **fields: Any) -> None:
