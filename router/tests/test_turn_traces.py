@@ -109,6 +109,17 @@ async def test_without_a_trace_of_the_clients_a_turn_begins_one(
     assert collector.headers[0]["authorization"] == "Bearer token"
 
 
+@pytest.mark.parametrize("headers", [{"tracestate": "a=1,secret " + "b" * 5000}, {"traceparent": "0" * 600}])
+async def test_what_is_wrong_with_a_clients_trace_is_not_logged(
+    collector: Collector, make_stack: MakeStack, caplog: pytest.LogCaptureFixture, headers: dict[str, str]
+) -> None:
+    stack = await traced(make_stack, collector)
+    assert (await stack.post(stack.chat(), headers={**CLIENT, **headers}))[0] == 200
+    [_, _, decode] = await collector.named(TURN, "prefill", "decode")
+    assert decode.span_id in stack.decode.seen[0].headers["traceparent"]
+    assert [record for record in caplog.records if record.name.startswith("opentelemetry")] == []
+
+
 async def test_a_failed_prefill_leg_and_the_attempt_after_it(
     collector: Collector, make_stack: MakeStack
 ) -> None:

@@ -66,6 +66,8 @@ _ATTRIBUTES = {
 # Of a text that a client chooses: the queue is bounded by its number of spans, not by their size.
 _AGENT_BYTES = 256
 _propagator = TraceContextTextMapPropagator()
+# It complains of clients' headers, whole ones, and a client may send them with each request.
+logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
 
 
 class OpenTelemetry:
