@@ -204,7 +204,12 @@ class Router(ApiObject):
     """The OpenAI-compatible front, which pairs prefill and decode for every turn."""
 
     replicas: Annotated[
-        int, Field(ge=1, le=100, description="Number of router pods; they share no state.")
+        int,
+        Field(
+            ge=1,
+            le=100,
+            description="Number of router pods; they share no state but handles of KV in mode BidirectionalPull.",
+        ),
     ] = 2
     resources: Annotated[Resources, Field(description="Requests and limits of the router's container.")] = (
         Resources()
