@@ -21,7 +21,7 @@ from disagg_router.replicas import Replica
 from disagg_router.server import Router
 from disagg_router.sharing import PATH
 from router.tests.conftest import MODEL, Stack, backend, make_config, until
-from router.tests.fake_engine import FakeEngine
+from router.tests.fake_engine import FakeEngine, Seen
 from router.tests.fake_upstream import World
 
 
@@ -347,6 +347,31 @@ async def test_a_handle_ends_in_time_at_another_replica_too(make_team: MakeTeam)
         team.ahead(age)
         await team.turn(2)
         assert team.used_well(used)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("age", "used"), [(159.0, 1), (161.0, 0)])
+async def test_a_handle_ends_by_when_its_turn_was_sent_however_late_the_answer_comes(
+    make_team: MakeTeam, replicas: int, age: float, used: int
+) -> None:
+    """Decode's own time may have begun then."""
+    team = await make_team(replicas)
+    decode = team.stacks[0].decode
+    speak = decode.decode
+
+    async def held_up(engine: FakeEngine, request: web.Request, seen: Seen) -> web.StreamResponse:
+        team.ahead(200.0)
+        return await speak(engine, request, seen)
+
+    decode.decode = held_up
+    if replicas == 1:
+        await team.turn(0)
+    else:
+        await team.first_turn(0, owner=1)
+    decode.decode = speak
+    team.ahead(age)
+    await team.turn(0)
+    assert team.used_well(used)
 
 
 @pytest.mark.parametrize("views", [((0,), (0, 1), (0, 1, 2)), ((1, 2), (0, 2), (0, 1)), ((), (2,), (1,))])

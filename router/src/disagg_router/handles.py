@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from disagg_router.backends import Backend
 from disagg_router.legs.handback import Handback
 
-# Of decode's retention: the rest is for decode's answer on its way here, and the next turn's on its way to prefill's reading.
+# Of decode's retention, from before decode can have begun to count it: the rest is for the next turn's way to prefill's reading.
 _SHARE = 0.75
 
 

@@ -43,16 +43,17 @@ class SharedHandles:
         self._count = count
         self._puts: set[asyncio.Task[None]] = set()
 
-    def put(self, key: bytes, handle: Handle) -> None:
-        """Keep a handle for the conversation; never fails, and waits for nobody."""
-        owner = self._replicas.owner(key)
-        if owner is None or self._peers is None:
-            self._store.put(key, handle)
+    def put(self, key: bytes, handle: Handle, since: float) -> None:
+        """Keep a handle for the conversation; never fails, and waits for nobody. `since`: its turn was sent to decode then."""
+        owner, until = self._replicas.owner(key), since + self._store.seconds
+        if until <= self._clock():
+            self._count("not_kept")
+        elif owner is None or self._peers is None:
+            self._store.put(key, handle, until)
             self._count("kept")
         elif len(self._puts) >= _AT_ONCE:
             self._count("not_kept")
         else:
-            until = self._clock() + self._store.seconds
             task = asyncio.create_task(self._send(self._peers, owner, key, handle, until))
             self._puts.add(task)
             task.add_done_callback(self._puts.discard)

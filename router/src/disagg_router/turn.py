@@ -58,6 +58,7 @@ class _Turn:
     avoid: set[str] = field(default_factory=set)
     choice: Choice | None = None
     request_id: str = ""
+    sent: float = 0.0  # when the last attempt began
     code: int = CLIENT_GONE
     first_byte: float | None = None
     answer: EngineAnswer | None = None
@@ -177,6 +178,7 @@ class Turns:
             turn.attempts += 1
             turn.request_id = self._new_id()
             plan = self._plan(turn, turn.choice, exchange)
+            turn.sent = self._clock()
             with Attempt(self._engines, plan) as attempt:
                 outcome = await attempt.begin()
                 if outcome.failure is None:
@@ -343,7 +345,8 @@ class Turns:
         if answer.status == 200:
             content, handback = split(turn.body, content)
             if handback is not None:
-                self._handles.put(_handle_key(turn), Handle(plan.decode, handback))
+                # Not from now: decode's own time for it began when it had answered, however late that has come.
+                self._handles.put(_handle_key(turn), Handle(plan.decode, handback), turn.sent)
         kind = answer.headers.get(b"content-type") or b"application/json"
         self._respond(turn, exchange, Response(answer.status, content, kind.decode("latin-1")))
 
