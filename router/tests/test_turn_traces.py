@@ -120,6 +120,19 @@ async def test_what_is_wrong_with_a_clients_trace_is_not_logged(
     assert [record for record in caplog.records if record.name.startswith("opentelemetry")] == []
 
 
+async def test_a_mistake_in_the_collectors_headers_is_said_without_them(
+    collector: Collector,
+    make_stack: MakeStack,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization: Bearer hidden, x=%ff hidden hidden")
+    await traced(make_stack, collector)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("opentelemetry")]
+    assert said
+    assert "hidden" not in repr([vars(record) for record in caplog.records])
+
+
 async def test_a_failed_prefill_leg_and_the_attempt_after_it(
     collector: Collector, make_stack: MakeStack
 ) -> None:

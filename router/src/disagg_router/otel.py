@@ -70,6 +70,15 @@ _propagator = TraceContextTextMapPropagator()
 logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
 
 
+def _without_values(record: logging.LogRecord) -> bool:
+    record.args = tuple("(not shown)" for _ in record.args or ())
+    return True
+
+
+# It quotes what it cannot read of OTEL_EXPORTER_OTLP_HEADERS, where secrets are.
+logging.getLogger("opentelemetry.util.re").addFilter(_without_values)
+
+
 class OpenTelemetry:
     """Makes the spans of turns, and sends them.
 
