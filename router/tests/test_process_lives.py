@@ -294,6 +294,11 @@ async def test_api_keys_are_exchanged_while_the_router_serves(tmp_path: Path) ->
         ),
         ({**CONFIG, "mode": "Teleport"}, (), "mode"),
         ({**CONFIG, "tracing": {"endpoint": "collector:4318"}}, (), "tracing.endpoint"),
+        (
+            {**CONFIG, "tracing": {"endpoint": "http://collector:43l8"}},
+            ("--engines", "decode=http://a:1"),
+            "tracing.endpoint: http://collector:43l8: port",
+        ),
         (CONFIG, ("--engines", "prefill=nonsense"), "--engines"),
         (CONFIG, (), "kubeconfig"),
     ],

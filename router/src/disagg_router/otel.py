@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from opentelemetry import trace as api
 from opentelemetry.context import Context
@@ -88,6 +89,10 @@ class OpenTelemetry:
 
     def __init__(self, config: Config, endpoint: str) -> None:
         """`endpoint` is the collector's base URL. Raises ConfigError."""
+        try:
+            _ = urlsplit(endpoint).port
+        except ValueError as exc:
+            raise ConfigError(f"tracing.endpoint: {endpoint}: {exc}") from exc
         self._model = config.model.name
         self._scheme = "https" if config.tls else "http"
         ours = {
