@@ -204,6 +204,22 @@ async def test_a_client_that_asks_on_without_reading_is_given_up() -> None:
         assert core.handled == ["/large"]
 
 
+async def test_a_client_that_had_not_read_before_its_body_came_is_given_up() -> None:
+    async def wait(exchange: Exchange) -> None:
+        await asyncio.Event().wait()
+
+    admitted = asyncio.Event()
+    limits = HttpLimits(stall_seconds=0.2)
+    server = core_server(handler=wait, limits=limits, admit=lambda head: admitted.set())
+    async with server as core, connect(core.port) as client:
+        await client.send(b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n")
+        await admitted.wait()
+        for connection in list(core.connections._open):
+            connection.pause_writing()  # as the transport does for a `100 Continue` too many
+        await client.send(b"hi")
+        await until(lambda: core.cancelled == 1, "the handler is cancelled", seconds=10)
+
+
 async def test_a_client_that_stops_reading_near_the_end_of_the_last_answer_is_given_up() -> None:
     async def answer(exchange: Exchange) -> None:
         exchange.respond(Response(200, b"x" * 16 * 1024 * 1024))

@@ -275,6 +275,8 @@ class ServerConnection(asyncio.Protocol):
         request = Request(self._head, b"".join(self._body))
         self._reset()
         self._disarm()
+        if self.write_paused:
+            self._arm(self._limits.stall_seconds, self._stalled)
         self._state = _State.BUSY
         self._exchange = exchange = Exchange(self, request, self._transport.write)
         self._task = self._loop.create_task(self._answer(exchange))
