@@ -31,7 +31,7 @@ cluster-down: .venv/ready ## Take the local cluster down, leaving nothing behind
 .PHONY: test
 test: verify prepare ## Everything: lint, types, unit, contract tests, real engines, cluster scenarios
 	$(UNIT_TESTS)
-	$(VENV)/pytest -m "(engine or cluster) and not thorough"
+	$(VENV)/pytest -m "(engine or cluster) and not thorough" --durations=20
 
 .PHONY: test-unit
 test-unit: .venv/ready ## The quick loop: unit and contract tests, no cluster, no engines
