@@ -20,16 +20,10 @@ from connector.tests.engine.conversation import (
     within,
 )
 from connector.tests.engine.evidence import Evidence
+from connector.tests.processor import needs_fp8
 from e2e.engines import EngineSpec, running_all
 
-CPU_FLAGS = set(Path("/proc/cpuinfo").read_text().split())
-
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(
-        not CPU_FLAGS & {"avx512f", "amx_tile"}, reason="vLLM stores FP8 on CPUs with AVX-512 or AMX only"
-    ),
-]
+pytestmark = [pytest.mark.engine, needs_fp8]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3"])

@@ -6,9 +6,12 @@ The bundle has the older one, built for CPU. The newer one's Python files are la
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import TracebackType
 
 import pytest
 
@@ -18,32 +21,62 @@ from e2e.images.engine import ensure_bundle, ensure_model, ensure_next
 INSIDE = Path(__file__).parent / "inside"
 SOURCES = Path(__file__).parents[2] / "src"
 ROOT = Path(__file__).parents[3]
-LIMIT_SECONDS = 600
+LIMIT_SECONDS = 900
 
 IN_FRONT: dict[str, Callable[[], list[Path]]] = {"0.32": list, "0.33": lambda: [ensure_next()]}
 """Release series -> the folders to lay in front of the bundle's packages."""
 
 
-@pytest.mark.engine
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
+    """One for each vLLM, side by side: each keeps one core busy."""
+    with ExitStack() as stack:
+        yield {
+            series: stack.enter_context(Run(series, tmp_path_factory.mktemp(series))) for series in SUPPORTED
+        }
+
+
+class Run(subprocess.Popen[bytes]):
+    """pytest in the bundle's interpreter, ended with all that it has started when the context is left."""
+
+    def __init__(self, series: str, folder: Path) -> None:
+        self.log = folder / "pytest.log"
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(folder),
+            "PYTHONPATH": os.pathsep.join(str(path) for path in [SOURCES, *IN_FRONT[series](), ROOT]),
+            "DISAGG_TEST_MODEL": str(ensure_model("tiny-qwen3")),
+            "DISAGG_TEST_VLLM": series,
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        }
+        python = str(ensure_bundle() / "bin" / "python3")
+        command = [python, "-m", "pytest", "-q", "-c", str(INSIDE / "pytest.ini"), "-p", "no:cacheprovider"]
+        with self.log.open("wb") as log:
+            super().__init__(
+                [*command, str(INSIDE)],
+                env=environment,
+                cwd=folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        super().__exit__(kind, value, trace)
+
+
 @pytest.mark.parametrize("series", SUPPORTED)
-def test_what_needs_vllm_passes_with(series: str, tmp_path: Path) -> None:
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(str(folder) for folder in [SOURCES, *IN_FRONT[series](), ROOT]),
-        "DISAGG_TEST_MODEL": str(ensure_model("tiny-qwen3")),
-        "DISAGG_TEST_VLLM": series,
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
-    run = subprocess.run(
-        [
-            str(ensure_bundle() / "bin" / "python3"), "-m", "pytest", "-q", "-c", str(INSIDE / "pytest.ini"),
-            "-p", "no:cacheprovider", str(INSIDE),
-        ],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+def test_what_needs_vllm_passes_with(series: str, runs: dict[str, Run]) -> None:
+    status = runs[series].wait(LIMIT_SECONDS)
+    assert status == 0, runs[series].log.read_text()[-10_000:]

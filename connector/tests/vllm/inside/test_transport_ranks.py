@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
+from connector.tests.processor import needs_fp8
 from disagg_connector.compat import load
 from disagg_connector.ports import Incoming, Orders, Tally, WorkerReport, WriteJob
 from disagg_connector.protocol import Address, Peer
@@ -266,7 +267,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[needs_fp8] if CASES[case][0] is FP8 else []) for case in CASES]
+)
 def test_every_head_lands_on_every_rank_that_holds_it(case: str, start: Start) -> None:
     model, writers, owners, copies = CASES[case]
     writer, owner = start(model, writers), start(model, owners)
