@@ -7,11 +7,13 @@ which direction, and without its prefill engine a turn is computed. DISAGG_MODE_
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -98,7 +100,8 @@ class Served:
     prefill: Engine
     decode: Engine
     plain: Engine
-    conversations: int = 0
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Of conversations."""
 
     def post(
         self, content: Mapping[str, Any], path: str, port: int | None = None, session: str = ""
@@ -116,8 +119,8 @@ class Served:
 
     def converse(self, turns: int = TURNS, *, stream: bool = False) -> None:
         """Turns of a conversation of token ids that no other has, each compared with the plain engine's."""
-        self.conversations += 1
-        session, said = f"conversation {self.conversations}", Conversation(self.conversations)
+        number = next(self.numbers)
+        session, said = f"conversation {number}", Conversation(number)
 
         def answer(history: list[int], tokens: int) -> list[int]:
             content = {**body(history, tokens), "stream": stream}
@@ -209,14 +212,16 @@ def moved_bytes(engine: Engine) -> float:
     return counter(engine, "vllm:nixl_bytes_transferred_sum")
 
 
-def converse_and_count(served: Served, conversations: int) -> None:
+def converse_and_count(served: Served, conversations: int, at_once: int = 1) -> None:
     """Every fourth conversation is streamed."""
     prefill, decode = served.prefill, served.decode
     before = {engine.name: (external(engine), moved_bytes(engine)) for engine in (prefill, decode)}
     used = served.counted("disagg_router_handles_total", result="used")
     local = served.local()
-    for number in range(conversations):
-        served.converse(stream=number % 4 == 3)
+    with ThreadPoolExecutor(at_once) as clients:
+        held = [clients.submit(served.converse, stream=number % 4 == 3) for number in range(conversations)]
+        for conversation in held:
+            conversation.result()
     turns = TURNS * conversations
     assert served.local() == local, "no turn was computed by decode"
 
@@ -249,7 +254,7 @@ def test_conversations_are_those_of_a_plain_engine_and_kv_moves(served: Served) 
 
 @pytest.mark.thorough
 def test_many_conversations(served: Served) -> None:
-    converse_and_count(served, MANY)
+    converse_and_count(served, MANY, at_once=8)
 
 
 @pytest.mark.parametrize("stream", [False, True])
