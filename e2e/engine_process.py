@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -134,15 +135,11 @@ def _parent(environment: frozenset[tuple[str, str]]) -> Path:
         raise EngineError(
             f"No process to fork engines from after {_IMPORT_SECONDS:.0f} s.\n{log.read_text()[-2000:]}"
         )
-    _PARENTS.append(parent)
+    atexit.register(_end, parent, folder)
     return listens
 
 
-_PARENTS: list[subprocess.Popen[bytes]] = []
-
-
-@atexit.register
-def _end_parents() -> None:
-    for parent in _PARENTS:
-        with parent:  # closes its standard input and waits
-            pass
+def _end(parent: subprocess.Popen[bytes], folder: Path) -> None:
+    with parent:  # closes its standard input and waits
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
