@@ -59,10 +59,11 @@ def fork(arguments: Sequence[str], environment: Mapping[str, str], folder: Path,
         "folder": str(folder),
         "log": str(log),
     }
+    parent = _parent_for(environment)
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(_FORK_SECONDS)
     try:
-        connection.connect(str(_parent_for(environment)))
+        connection.connect(str(parent))
         connection.sendall(json.dumps(order).encode() + b"\n")
         return _Forked(connection)
     except (OSError, ValueError) as error:

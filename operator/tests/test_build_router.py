@@ -11,7 +11,6 @@ from disagg_operator.naming import CONTROL_KEYS
 TLS: dict[str, Any] = {"router": {"tls": {"secretName": "team-tls"}}}
 AUTH: dict[str, Any] = {"router": {"auth": {"apiKeySecretRef": {"name": "team-keys", "key": "keys.txt"}}}}
 
-
 SHARING: dict[str, Any] = {"kvTransfer": {"mode": "BidirectionalPull"}}
 
 
@@ -23,6 +22,26 @@ def pod(**changes: Any) -> Any:
 
 def service(**changes: Any) -> Any:
     return build_router_service("demo", "default", parsed_spec(**changes).router)["spec"]
+
+
+def roll_routers_alone(world: World, volume: str, **changes: Any) -> Any:
+    """What the world comes to by `changes`: both routers have the volume, all is ready, no engine is another than before."""
+
+    def engines() -> dict[str, Any]:
+        return {name: p.template for name, p in world.pods.items() if "router" not in name}
+
+    before = engines()
+    world.edit(**changes)
+    said = world.settle()
+    ready = world.condition("Ready")
+    assert ready is not None
+    assert ready["status"] == "True"
+    routers = [p for name, p in world.pods.items() if "router" in name]
+    assert len(routers) == 2
+    for router in routers:
+        assert volume in [mounted["name"] for mounted in router.template["spec"]["volumes"]]
+    assert engines() == before
+    return said
 
 
 def test_without_auth_and_tls_nothing_is_mounted_and_nothing_is_said_of_them() -> None:
@@ -89,18 +108,8 @@ def test_a_certificate_rolls_the_routers_and_no_engine_and_changes_the_endpoint(
     world = World(resource(minimal_spec()))
     before = world.settle().status
     assert before.endpoint == "http://demo-router.default.svc:8000/v1"
-    engines = {name: p.template for name, p in world.pods.items() if "router" not in name}
-    world.edit(**TLS)
-    said = world.settle().status
+    said = roll_routers_alone(world, "tls", **TLS).status
     assert said.endpoint == "https://demo-router.default.svc:8000/v1"
-    ready = world.condition("Ready")
-    assert ready is not None
-    assert ready["status"] == "True"
-    routers = [p for name, p in world.pods.items() if "router" in name]
-    assert len(routers) == 2
-    for router in routers:
-        assert "tls" in [volume["name"] for volume in router.template["spec"]["volumes"]]
-    assert {name: p.template for name, p in world.pods.items() if "router" not in name} == engines
 
 
 def test_small_turns_stay_on_decode_only_if_that_is_wanted() -> None:
@@ -121,18 +130,8 @@ def test_keys_that_change_roll_no_pod_but_another_secret_does() -> None:
 def test_asking_for_keys_rolls_the_routers_and_no_engine() -> None:
     world = World(resource(minimal_spec()))
     world.settle()
-    engines = {name: p.template for name, p in world.pods.items() if "router" not in name}
-    world.edit(**AUTH)
-    said = world.settle()
+    said = roll_routers_alone(world, "api-keys", **AUTH)
     assert said.status.observed_generation == 2
-    ready = world.condition("Ready")
-    assert ready is not None
-    assert ready["status"] == "True"
-    routers = [p for name, p in world.pods.items() if "router" in name]
-    assert len(routers) == 2
-    for router in routers:
-        assert "api-keys" in [volume["name"] for volume in router.template["spec"]["volumes"]]
-    assert {name: p.template for name, p in world.pods.items() if "router" not in name} == engines
 
 
 def test_the_operator_itself_looks_at_no_key() -> None:
