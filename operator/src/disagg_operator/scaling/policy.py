@@ -1,0 +1,450 @@
+"""How large the pools should be. Pure: what was measured, what is asked, what was decided before, and the time, in; a decision
+with its reason out.
+
+Growing and shrinking are two questions. A pool grows by the reuse that is there now, if it was there for a while too; it shrinks
+by the least reuse of a long time. What is not known never makes a pool smaller.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from statistics import median, quantiles
+
+from ..naming import ENGINES, Component
+from .history import History, Resize, Tick
+from .inputs import DecodeLoad, Inputs, Limits, PrefillLoad, Reuse, RoleLimits, Sizes
+from .need import DEFAULT_REMOTE_COST, DecodeNeed, PrefillNeed, Speed, decode_need, prefill_need
+
+LEAST_TOKENS = 10_000.0
+"""Of prompts within a window, for their reuse to mean anything; with fewer, none is counted on."""
+GROW_REUSE_SECONDS = 300.0
+LATE_TICKS = 3
+FAILED_SHARE = 0.01
+MOST_TURNS = 3
+"""Changes of direction within an hour that shrinking may come to: growing, which is never refused, makes the fourth."""
+UP_SECONDS = 60.0
+
+
+class Because(StrEnum):
+    """What kept a role's size from what its need would be, or moved it."""
+
+    LEAST = "MinReplicas"
+    MOST = "MaxReplicas"
+    TOLERANCE = "Tolerance"
+    STABILIZATION = "Stabilization"
+    UP_RATE = "ScaleUpRate"
+    DOWN_RATE = "ScaleDownRate"
+    RATIO = "Ratio"
+    BUDGET = "Budget"
+    OTHER_POOL = "OtherPoolFirst"
+    RETAINED = "RetainedKV"
+    REUSE_AT_RISK = "ReuseAtRisk"
+    TRANSFERS_FAIL = "TransfersFail"
+    FLAPPING = "Flapping"
+    MISSING = "MetricsMissing"
+    UNKNOWN_SPEED = "UnknownSpeed"
+    LATE_FIRST_TOKENS = "TimeToFirstToken"
+    SLOW_TOKENS = "InterTokenLatency"
+    HELD = "Held"
+
+
+class Outcome(StrEnum):
+    """What a decision comes to."""
+
+    GROWN = "ScaledUp"
+    SHRUNK = "ScaledDown"
+    STEADY = "Steady"
+    HELD = "Held"
+    BLIND = "MetricsUnavailable"
+    CONFLICT = "RatioConstraintViolated"
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The terms of a decision, for people who have to trust it."""
+
+    reuse: Reuse
+    """As measured."""
+    growing_reuse: Reuse
+    """As counted on for growing."""
+    shrinking_reuse: Reuse
+    offered: float
+    """Prompt tokens per second, with the trend."""
+    speed: Speed | None
+    prefill: PrefillNeed | None
+    decode: DecodeNeed
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do, and why."""
+
+    outcome: Outcome
+    current: Sizes
+    desired: Sizes
+    prefill_because: Because | None = None
+    decode_because: Because | None = None
+    detail: str = ""
+    """What an outcome that is none of the roles' alone was about: what is missing, what holds."""
+    arithmetic: Arithmetic | None = None
+    """None if too little was known to calculate."""
+
+    def because(self, role: Component) -> Because | None:
+        """What limited or moved one role."""
+        return self.prefill_because if role is Component.PREFILL else self.decode_because
+
+
+def decide(
+    inputs: Inputs, limits: Limits, sizes: Sizes, history: History, now: float, hold: str = ""
+) -> tuple[Decision, History]:
+    """The decision of one tick and what to remember of it.
+
+    `sizes` are the pools' sizes as last decided. `hold` is why nothing may change now (a rollout, pods that cannot be
+    scheduled); sight goes on during it. The caller carries the decision out or not (Advisory); the history takes it that
+    it is.
+    """
+    history = history.seen_until(now)
+    if inputs.prefill is None or inputs.decode is None:
+        missing = ", ".join(inputs.missing) or "no pods"
+        return _unchanged(Outcome.BLIND, sizes, Because.MISSING, missing), history
+    terms, tick = _look(inputs, inputs.prefill, inputs.decode, limits, sizes, history, now)
+    history = history.with_tick(tick, max(GROW_REUSE_SECONDS, limits.down_window, limits.up_window))
+    if hold:
+        return replace(_unchanged(Outcome.HELD, sizes, Because.HELD, hold), arithmetic=terms), history
+    choice = _Choice(inputs, inputs.prefill, inputs.decode, limits, sizes, history, now, terms)
+    decision = choice.made()
+    changes = [
+        Resize(now, role, decision.desired.of(role) - sizes.of(role))
+        for role in ENGINES
+        if decision.desired.of(role) != sizes.of(role)
+    ]
+    return decision, history.with_changes(*changes)
+
+
+def _unchanged(outcome: Outcome, sizes: Sizes, because: Because, detail: str) -> Decision:
+    return Decision(outcome, sizes, sizes, because, because, detail)
+
+
+# What the load asks for
+
+
+def _look(
+    inputs: Inputs,
+    load: PrefillLoad,
+    decode_load: DecodeLoad,
+    limits: Limits,
+    sizes: Sizes,
+    history: History,
+    now: float,
+) -> tuple[Arithmetic, Tick]:
+    reuse = load.reuse if load.tokens >= LEAST_TOKENS else Reuse()
+    growing = _growing_reuse(reuse, inputs, history, now)
+    shrinking = _shrinking_reuse(reuse, limits, history, now)
+    offered = _with_trend(load.offered, limits, history, now)
+    speed = _speed(inputs, limits)
+    up = None if speed is None else prefill_need(load, offered, growing, speed, limits)
+    down = None if speed is None else prefill_need(load, load.offered, shrinking, speed, limits)
+    decode = decode_need(decode_load, sizes.decode, limits)
+    terms = Arithmetic(load.reuse, growing, shrinking, offered, speed, up, decode)
+    late = limits.ttft_target is not None and (inputs.ttft_p95 or 0.0) > limits.ttft_target
+    slow = limits.itl_target is not None and (inputs.itl_p95 or 0.0) > limits.itl_target
+    tick = Tick(
+        at=now,
+        reuse=reuse,
+        offered=load.offered,
+        up=Sizes(
+            _grown(up.pods if up else None, sizes.prefill, limits),
+            _grown(decode.pods, sizes.decode, limits),
+        ),
+        down=Sizes(
+            _shrunk(down.pods if down else None, sizes.prefill, limits),
+            _shrunk(decode.pods, sizes.decode, limits),
+        ),
+        late_first_tokens=late,
+        slow_tokens=slow,
+    )
+    return terms, tick
+
+
+def _growing_reuse(reuse: Reuse, inputs: Inputs, history: History, now: float) -> Reuse:
+    """What is there now, and was there in the middle of the last minutes; of transfers that fail, nothing."""
+    past = [t.reuse.total for t in history.within(now, GROW_REUSE_SECONDS)]
+    counted = reuse.scaled(min([reuse.total, median([*past, reuse.total])]))
+    return replace(counted, remote=0.0) if inputs.failed_share > FAILED_SHARE else counted
+
+
+def _shrinking_reuse(reuse: Reuse, limits: Limits, history: History, now: float) -> Reuse:
+    """The tenth percentile of the stabilization window."""
+    past = [t.reuse.total for t in history.within(now, limits.down_window)]
+    return reuse.scaled(min(reuse.total, _tenth([*past, reuse.total])))
+
+
+def _tenth(values: Sequence[float]) -> float:
+    return quantiles(values, n=10, method="inclusive")[0] if len(values) > 1 else values[0]
+
+
+def _with_trend(offered: float, limits: Limits, history: History, now: float) -> float:
+    """A load that grows is followed as far ahead as a pod takes to start, at most to twice of what it is."""
+    past = history.within(now, limits.pod_start_seconds)
+    if not past or past[0].at >= now:
+        return offered
+    slope = (offered - past[0].offered) / (now - past[0].at)
+    return min(offered + max(0.0, slope) * limits.pod_start_seconds, 2 * offered)
+
+
+def _speed(inputs: Inputs, limits: Limits) -> Speed | None:
+    rate = limits.tokens_per_second or inputs.learned.tokens_per_second
+    if rate is None or rate <= 0:
+        return None
+    cost = limits.remote_cost if limits.remote_cost is not None else inputs.learned.remote_cost
+    return Speed(rate, DEFAULT_REMOTE_COST if cost is None else cost)
+
+
+def _grown(need: float | None, size: int, limits: Limits) -> int:
+    return math.ceil(need) if need is not None and need > size * (1 + limits.tolerance) else size
+
+
+def _shrunk(need: float | None, size: int, limits: Limits) -> int:
+    """One pod less has to be enough with the tolerance to spare, or the pool would grow again at once."""
+    if need is None:
+        return size
+    return math.ceil(need * (1 + limits.tolerance))
+
+
+# What may be done about it
+
+
+class _Choice:
+    """One decision in the making: the sizes so far and what has limited each role last."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        prefill: PrefillLoad,
+        decode: DecodeLoad,
+        limits: Limits,
+        sizes: Sizes,
+        history: History,
+        now: float,
+        terms: Arithmetic,
+    ) -> None:
+        self._prefill, self._decode = prefill, decode
+        self._inputs, self._limits, self._history, self._now = inputs, limits, history, now
+        self._current = self._sizes = sizes
+        self._terms = terms
+        self._because: dict[Component, Because | None] = dict.fromkeys(ENGINES)
+        self._detail = ""
+
+    def made(self) -> Decision:
+        """Grow, shrink, then whatever bounds both pools together."""
+        for role in ENGINES:
+            self._grow(role)
+        self._shrink_one()
+        for role in ENGINES:
+            self._clamp(role)
+        conflict = not self._keep_ratio()
+        if conflict:
+            self._sizes = self._clamped(self._current)
+        self._keep_budget()
+        return Decision(
+            self._outcome(conflict),
+            self._current,
+            self._sizes,
+            self._because[Component.PREFILL],
+            self._because[Component.DECODE],
+            self._detail,
+            self._terms,
+        )
+
+    def _outcome(self, conflict: bool) -> Outcome:
+        if conflict:
+            return Outcome.CONFLICT
+        differences = [self._sizes.of(role) - self._current.of(role) for role in ENGINES]
+        if any(d > 0 for d in differences):
+            return Outcome.GROWN
+        return Outcome.SHRUNK if any(d < 0 for d in differences) else Outcome.STEADY
+
+    def _bounds(self, role: Component) -> RoleLimits:
+        return self._limits.prefill if role is Component.PREFILL else self._limits.decode
+
+    def _set(self, role: Component, size: int, because: Because | None) -> None:
+        self._sizes = self._sizes.with_size(role, size)
+        self._because[role] = because
+
+    # Growing
+
+    def _grow(self, role: Component) -> None:
+        size = self._current.of(role)
+        now_wanted = self._history.ticks[-1].up.of(role)
+        window = self._history.within(self._now, self._limits.up_window)
+        wanted = min(t.up.of(role) for t in window)
+        if now_wanted > wanted:
+            self._because[role] = Because.STABILIZATION
+        if role is Component.DECODE and wanted > size and self._is_price_of_reuse():
+            wanted, self._because[role] = size, Because.RETAINED
+        late = self._late(role)
+        if late is not None and wanted <= size and not self._history.moved(role, self._now, UP_SECONDS, 1):
+            wanted, self._because[role] = size + 1, late
+        if wanted <= size:
+            if role is Component.PREFILL and self._terms.speed is None:
+                self._because[role] = Because.UNKNOWN_SPEED
+            return
+        allowed = self._limits.up_pods - self._history.moved(role, self._now, UP_SECONDS, 1)
+        if wanted - size > allowed:
+            wanted, self._because[role] = size + max(allowed, 0), Because.UP_RATE
+        self._sizes = self._sizes.with_size(role, wanted)
+
+    def _late(self, role: Component) -> Because | None:
+        """Whether users have waited too long for a while, and this role is what they waited for."""
+        if self._history.late(LATE_TICKS, tokens=True) and role is Component.DECODE:
+            return Because.SLOW_TOKENS
+        waits_for = Component.DECODE if self._decode.waiting >= 1 else Component.PREFILL
+        if self._history.late(LATE_TICKS, tokens=False) and role is waits_for:
+            return Because.LATE_FIRST_TOKENS
+        return None
+
+    def _is_price_of_reuse(self) -> bool:
+        """Whether decode would be large enough without what it keeps for prefill, and nobody waits: then a shorter retention
+        is the cheaper way."""
+        need = self._terms.decode
+        if need.without_retained is None or self._decode.waiting >= 1:
+            return False
+        rest = max(need.without_retained, need.sequences or 0.0)
+        return rest <= self._current.decode * (1 + self._limits.tolerance)
+
+    # Shrinking
+
+    def _shrink_one(self) -> None:
+        """The pool with more to spare by share; never both in one tick."""
+        wanted = {role: self._shrink_to(role) for role in ENGINES}
+        spare = {role: (self._current.of(role) - size) for role, size in wanted.items()}
+        able = [role for role in ENGINES if spare[role] > 0]
+        if not able:
+            return
+        if any(self._sizes.of(role) > self._current.of(role) for role in ENGINES):
+            for role in able:
+                self._because[role] = Because.OTHER_POOL
+            return
+        chosen = max(able, key=lambda role: spare[role] / self._current.of(role))
+        for role in able:
+            if role is not chosen:
+                self._because[role] = Because.OTHER_POOL
+        self._set(chosen, wanted[chosen], self._because[chosen])
+
+    def _shrink_to(self, role: Component) -> int:
+        size, limits = self._current.of(role), self._limits
+        now_wanted = self._history.ticks[-1].down.of(role)
+        if now_wanted >= size or self._sizes.of(role) > size:
+            return size
+        target = max(now_wanted, self._bounds(role).least)
+        if target >= size:
+            self._because[role] = Because.LEAST
+            return size
+        why = self._why_not_smaller(role)
+        if why is not None:
+            self._because[role] = why
+            return size
+        target = max(target, *(t.down.of(role) for t in self._history.within(self._now, limits.down_window)))
+        if target >= size:
+            self._because[role] = Because.STABILIZATION
+            return size
+        allowed = limits.down_pods - self._history.moved(role, self._now, limits.down_window, -1)
+        if size - target > allowed:
+            target, self._because[role] = size - max(allowed, 0), Because.DOWN_RATE
+        if target < size and not self._fits_without(role, size, target):
+            self._because[role] = Because.REUSE_AT_RISK
+            return size
+        return target
+
+    def _why_not_smaller(self, role: Component) -> Because | None:
+        if self._inputs.missing:
+            return Because.MISSING
+        if self._inputs.failed_share > FAILED_SHARE:
+            return Because.TRANSFERS_FAIL
+        turns = self._history.turns(role) + (self._history.last_sign(role) > 0)
+        if turns > MOST_TURNS:
+            return Because.FLAPPING
+        if not self._history.covers(self._now, self._limits.down_window):
+            return Because.STABILIZATION
+        return None
+
+    def _fits_without(self, role: Component, size: int, target: int) -> bool:
+        """Whether prefill could carry the load while the KV that goes with the leaving pods is missing.
+
+        Prefill's own cache goes with a prefill pod. What decode holds goes with a decode pod only if nothing of it was
+        written back. For that while prefill's whole speed is counted, without the share that is planned to be free.
+        """
+        speed, load = self._terms.speed, self._prefill
+        if speed is None:
+            return True
+        kept, reuse = target / size, self._terms.shrinking_reuse
+        if role is Component.PREFILL:
+            reuse, pods = Reuse(reuse.local * kept, reuse.remote * kept), target
+        elif self._limits.decode_holds_reuse:
+            reuse, pods = Reuse(reuse.local, reuse.remote * kept), self._current.prefill
+        else:
+            return True
+        need = prefill_need(load, load.offered, reuse, speed, replace(self._limits, utilization=1.0))
+        return need.pods <= pods
+
+    # Both pools together
+
+    def _clamp(self, role: Component) -> None:
+        bounds, size = self._bounds(role), self._sizes.of(role)
+        if size < bounds.least:
+            self._set(role, bounds.least, Because.LEAST)
+        elif size > bounds.most:
+            self._set(role, bounds.most, Because.MOST)
+
+    def _clamped(self, sizes: Sizes) -> Sizes:
+        p, d = self._limits.prefill, self._limits.decode
+        return Sizes(
+            min(max(sizes.prefill, p.least), p.most),
+            min(max(sizes.decode, d.least), d.most),
+        )
+
+    def _keep_ratio(self) -> bool:
+        """Raises the smaller side until the ratio holds; False if its bounds do not let it."""
+        limits, sizes = self._limits, self._sizes
+        if sizes.decode == 0 or sizes.prefill == 0:
+            return True
+        ratio = sizes.prefill / sizes.decode
+        if ratio < limits.ratio_least:
+            role, raised = Component.PREFILL, math.ceil(sizes.decode * limits.ratio_least - 1e-9)
+        elif ratio > limits.ratio_most:
+            role, raised = Component.DECODE, math.ceil(sizes.prefill / limits.ratio_most - 1e-9)
+        else:
+            return True
+        if raised > self._bounds(role).most:
+            self._detail = (
+                f"{sizes.prefill} prefill and {sizes.decode} decode pods would be out of autoscaling.ratio, and {role} "
+                f"may not have the {raised} pods that it would take (scaling.maxReplicas {self._bounds(role).most})"
+            )
+            self._because = dict.fromkeys(ENGINES, Because.RATIO)
+            return False
+        self._set(role, raised, Because.RATIO)
+        return True
+
+    def _keep_budget(self) -> None:
+        """Of what would be added, the pool that lacks more by share goes first; what is there is never taken away."""
+        most = self._limits.max_devices
+        if most is None:
+            return
+        aim, sizes = self._sizes, self._current
+        used = sum(min(sizes.of(role), aim.of(role)) * self._bounds(role).devices for role in ENGINES)
+        given = {role: min(sizes.of(role), aim.of(role)) for role in ENGINES}
+        while True:
+            lacking = [
+                role
+                for role in ENGINES
+                if given[role] < aim.of(role) and used + self._bounds(role).devices <= most
+            ]
+            if not lacking:
+                break
+            role = min(lacking, key=lambda role: given[role] / max(aim.of(role), 1))
+            given[role] += 1
+            used += self._bounds(role).devices
+        for role in ENGINES:
+            if given[role] < aim.of(role):
+                self._set(role, given[role], Because.BUDGET)
