@@ -58,6 +58,8 @@ class PrefillLoad:
     reuse: Reuse
     backlog: float
     """Prompt tokens of requests that wait, in prefill's queues and the routers'."""
+    written_back: float = 0.0
+    """Tokens whose KV decode put into prefill's prefix cache within the window."""
 
 
 @dataclass(frozen=True, slots=True)
