@@ -66,6 +66,8 @@ class PrefillLoad:
 class DecodeLoad:
     """Decode's pods, now."""
 
+    pods: int
+    """Those that the figures stand for: ready ones, which may be fewer than were decided on."""
     kv_usage: float
     """Share of the KV cache in use; of several engines, the mean of the fuller half, so that a full one is not hidden."""
     fullest: float

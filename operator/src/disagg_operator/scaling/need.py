@@ -66,13 +66,13 @@ def prefill_need(
     )
 
 
-def decode_need(load: DecodeLoad, pods: int, limits: Limits) -> DecodeNeed:
-    """What keeps the KV cache and the running batch of `pods` pods below their targets.
+def decode_need(load: DecodeLoad, limits: Limits) -> DecodeNeed:
+    """What keeps the KV cache and the running batch of the pods below their targets.
 
     Requests that wait hold no KV yet; each is counted like one that runs.
     """
     waiting = min(load.waiting / max(load.running, 1.0), _MOST_WAITING)
-    memory = pods * load.kv_usage * (1.0 + waiting) / limits.kv_usage
+    memory = load.pods * load.kv_usage * (1.0 + waiting) / limits.kv_usage
     sequences = None
     if limits.sequences is not None:
         places = limits.sequences * limits.decode.engines * limits.running
@@ -80,5 +80,5 @@ def decode_need(load: DecodeLoad, pods: int, limits: Limits) -> DecodeNeed:
     without = None
     if load.retained is not None:
         free = max(0.0, load.kv_usage - load.retained)
-        without = pods * free * (1.0 + waiting) / limits.kv_usage
+        without = load.pods * free * (1.0 + waiting) / limits.kv_usage
     return DecodeNeed(memory, sequences, without)

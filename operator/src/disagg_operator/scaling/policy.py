@@ -145,7 +145,7 @@ def _look(
     speed = _speed(inputs, limits)
     up = None if speed is None else prefill_need(load, offered, growing, speed, limits)
     down = None if speed is None else prefill_need(load, load.offered, shrinking, speed, limits)
-    decode = decode_need(decode_load, sizes.decode, limits)
+    decode = decode_need(decode_load, limits)
     terms = Arithmetic(load.reuse, growing, shrinking, offered, speed, up, decode)
     late = limits.ttft_target is not None and (inputs.ttft_p95 or 0.0) > limits.ttft_target
     slow = limits.itl_target is not None and (inputs.itl_p95 or 0.0) > limits.itl_target
