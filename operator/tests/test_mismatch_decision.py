@@ -9,9 +9,10 @@ import pytest
 from operator_world import World
 
 from disagg_operator.api.conditions import Reason
-from disagg_operator.mismatch import HOLD, LOOK_EVERY, Standing, addresses, is_due, look, resume, unlearn
+from disagg_operator.mismatch import HOLD, LOOK_EVERY, Standing, is_due, look, resume, targets, unlearn
 from disagg_operator.naming import LABEL_REVISION
-from disagg_operator.observe import Page, Sample, observe
+from disagg_operator.observe import observe
+from disagg_operator.pages import Answer, NoPage, Page, Sample
 from disagg_operator.plan import Report, make_plan, report
 
 MINUTE = timedelta(minutes=1)
@@ -31,6 +32,7 @@ def page(refused: float = 0, offers: float = 0, recomputed: float | None = None)
 
 
 QUIET = page()
+NO_PAGE = NoPage("status 503")
 
 
 @functools.cache
@@ -51,12 +53,12 @@ class Engines:
         self.prefill = next(name for name in names if "prefill" in name)
         self.decode = next(name for name in names if "decode" in name)
 
-    def look(self, pages: Mapping[str, Page | None] | None = None, *, others: Page | None = QUIET) -> Report:
+    def look(self, pages: Mapping[str, Answer] | None = None, *, others: Answer = QUIET) -> Report:
         """A pass that finds these pages, and `others` on pods that are not named."""
         world = self.world
         world.now += MINUTE
         wanted, observed = world.look()
-        found = dict.fromkeys(addresses(observed), others) | dict(pages or {})
+        found = dict.fromkeys(targets(observed, "default"), others) | dict(pages or {})
         self.standing = look(self.standing, observed, found, world.now)
         plan = make_plan(wanted, observed, world.now, world.policy)
         said = report(wanted, observed, plan, [], world.now, self.standing)
@@ -132,7 +134,7 @@ def test_an_engine_that_began_anew_has_refused_what_it_counts_now(engines: Engin
 @pytest.mark.parametrize(
     "absent",
     [
-        None,
+        NO_PAGE,
         (),
         page()[:2],
         page(refused=float("nan")),
@@ -141,7 +143,7 @@ def test_an_engine_that_began_anew_has_refused_what_it_counts_now(engines: Engin
     ],
     ids=["no page", "HTML or another program", "half a page", "NaN", "Inf", "no labels"],
 )
-def test_a_pod_without_a_page_raises_no_alarm_and_hides_none(engines: Engines, absent: Page | None) -> None:
+def test_a_pod_without_a_page_raises_no_alarm_and_hides_none(engines: Engines, absent: Answer) -> None:
     engines.look()
     engines.look({engines.decode: absent})
     assert engines.told() == GOOD
@@ -156,14 +158,14 @@ def test_a_pod_without_a_page_raises_no_alarm_and_hides_none(engines: Engines, a
 
 
 def test_where_no_page_can_be_read_the_condition_says_so_and_stays_as_it_was(engines: Engines) -> None:
-    assert engines.look(others=None).notices == ()
+    assert engines.look(others=NO_PAGE).notices == ()
     assert engines.told() == GOOD
     assert "not known: no page of their metrics could be read" in engines.message()
     engines.look()
     assert "not known" not in engines.message()
     engines.look({engines.decode: page(offers=1)})
     for _ in range(2 * (HOLD // MINUTE)):
-        engines.look(others=None)
+        engines.look(others=NO_PAGE)
         assert engines.told() == BAD
 
 
@@ -212,7 +214,7 @@ def test_refusals_of_a_rollout_that_nobody_saw_are_not_counted_afterwards(
     world.reconcile()
     world.tick()
     if blind:
-        engines.look(others=None)
+        engines.look(others=NO_PAGE)
     else:
         engines.standing = unlearn(engines.standing, world.look()[1])
     world.settle()
@@ -230,7 +232,7 @@ def test_pods_that_are_gone_hold_nothing_up(engines: Engines) -> None:
         engines.world.reconcile()
         engines.world.tick()
         engines.look()
-    assert addresses(engines.world.look()[1]) == {}
+    assert targets(engines.world.look()[1], "default") == {}
     assert engines.told() == GOOD
     assert engines.standing.counts == {}
 
@@ -276,5 +278,7 @@ def test_ready_engines_are_asked_and_nobody_else() -> None:
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     starting["status"]["conditions"][0]["status"] = "False"
     del without["status"]["podIP"]
-    asked = addresses(observe("uid-1", pods))
-    assert asked == {pod["metadata"]["name"]: pod["status"]["podIP"] for pod in rest}
+    asked = targets(observe("uid-1", pods), "default")
+    assert {name: target.address for name, target in asked.items()} == {
+        pod["metadata"]["name"]: pod["status"]["podIP"] for pod in rest
+    }

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from disagg_operator import scrape
 from disagg_operator.mismatch import COUNTERS
+from disagg_operator.pages import NoPage, Target
 from disagg_operator.scrape import read_pages, samples
 
 PAGE = """\
@@ -37,6 +38,10 @@ class Port:
     """One port on several addresses of this machine, as pods have it."""
 
     number = 0
+
+
+def target(address: str, port: int | None = None, *names: str) -> Target:
+    return Target("default", address, port or Port.number, frozenset(names or COUNTERS))
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +76,14 @@ async def html(_: web.Request) -> web.StreamResponse:
     return web.Response(
         text="<html><body>disagg_kv_refused_messages_total</body></html>\n", content_type="text/html"
     )
+
+
+async def empty(_: web.Request) -> web.StreamResponse:
+    return web.Response()
+
+
+async def admin(_: web.Request) -> web.StreamResponse:
+    return web.Response(text="disagg_router_waiting_turns 3.0\n")
 
 
 async def ill(_: web.Request) -> web.StreamResponse:
@@ -111,26 +124,62 @@ async def slow(_: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
-@pytest.mark.parametrize("bad", [ill, elsewhere, cut_off, half, endless, binary, slow])
-async def test_a_page_that_cannot_be_read_is_none_and_the_others_are_read(
-    serve: Serve, bad: Handler, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (ill, "status 503"),
+        (elsewhere, "status 302"),
+        (html, "not a page of metrics"),
+        (binary, "not a page of metrics"),
+        (empty, "its page is empty"),
+        (cut_off, "its page is cut off"),
+        (half, "its page is cut off"),
+        (endless, "its page has more than 4194304 bytes"),
+        (slow, "no answer within 3 s"),
+    ],
+)
+async def test_a_page_that_cannot_be_read_says_why_and_the_others_are_read(
+    serve: Serve, bad: Handler, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if bad is slow:
         monkeypatch.setattr(scrape, "_PAGE_SECONDS", 3)
     await serve("127.0.0.1", good)
     await serve("127.0.0.2", bad)
-    found = await read_pages({"p": "127.0.0.1", "d": "127.0.0.2", "gone": "127.0.0.3"}, COUNTERS, Port.number)
+    pods = {"p": "127.0.0.1", "d": "127.0.0.2", "gone": "127.0.0.3"}
+    found = await read_pages({pod: target(address) for pod, address in pods.items()})
     assert list(found) == ["p", "d", "gone"]
-    assert found["d"] is None
-    assert found["gone"] is None
+    assert found["d"] == NoPage(why)
+    assert found["gone"] == NoPage("no connection")
     page = found["p"]
-    assert page is not None
+    assert not isinstance(page, NoPage)
     assert [(s.name, s.labels, s.value) for s in page] == READ
 
 
 async def test_a_page_of_something_else_has_nothing_of_what_is_looked_for(serve: Serve) -> None:
-    await serve("127.0.0.1", html)
-    assert await read_pages({"p": "127.0.0.1"}, COUNTERS, Port.number) == {"p": ()}
+    await serve("127.0.0.1", good)
+    assert await read_pages({"p": target("127.0.0.1", None, "go_goroutines")}) == {"p": ()}
+
+
+async def test_each_pod_is_asked_at_its_own_port_for_its_own_names(serve: Serve) -> None:
+    await serve("127.0.0.1", good)
+    engine, Port.number = Port.number, 0
+    await serve("127.0.0.1", admin)
+    found = await read_pages(
+        {"p": target("127.0.0.1", engine), "router": target("127.0.0.1", None, "disagg_router_waiting_turns")}
+    )
+    assert [(s.name, s.value) for s in found["p"]] == [(name, value) for name, _, value in READ]
+    assert [(s.name, s.value) for s in found["router"]] == [("disagg_router_waiting_turns", 3.0)]
+
+
+async def test_many_pods_that_do_not_answer_take_no_longer_than_all_may(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrape, "_ALL_SECONDS", 2)
+    monkeypatch.setattr(scrape, "_AT_ONCE", 2)
+    await serve("127.0.0.1", slow)
+    async with asyncio.timeout(50):  # each of them has 60 s
+        found = await read_pages({f"p{number}": target("127.0.0.1") for number in range(5)})
+    assert {type(answer) for answer in found.values()} == {NoPage}
 
 
 async def test_slow_pods_are_waited_for_all_at_once(serve: Serve) -> None:
@@ -144,8 +193,8 @@ async def test_slow_pods_are_waited_for_all_at_once(serve: Serve) -> None:
 
     await serve("127.0.0.1", not_before_all_are_asked)
     async with asyncio.timeout(120):  # one after the other none is answered
-        found = await read_pages({f"p{number}": "127.0.0.1" for number in range(40)}, COUNTERS, Port.number)
-    assert None not in found.values()
+        found = await read_pages({f"p{number}": target("127.0.0.1") for number in range(40)})
+    assert {type(answer) for answer in found.values()} == {tuple}
 
 
 async def test_an_address_of_ipv6(serve: Serve) -> None:
@@ -153,12 +202,12 @@ async def test_an_address_of_ipv6(serve: Serve) -> None:
         await serve("::1", good)
     except OSError:
         pytest.skip("this machine has no IPv6")
-    found = await read_pages({"p": "::1"}, COUNTERS, Port.number)
-    assert found["p"]
+    found = await read_pages({"p": target("::1")})
+    assert isinstance(found["p"], tuple)
 
 
 async def test_nobody_to_ask() -> None:
-    assert await read_pages({}, COUNTERS) == {}
+    assert await read_pages({}) == {}
 
 
 def test_a_line_that_is_looked_for_must_be_readable() -> None:

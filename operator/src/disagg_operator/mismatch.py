@@ -12,8 +12,9 @@ from datetime import datetime, timedelta
 
 from .api.conditions import ConditionType, Reason, find
 from .api.status import Condition
-from .naming import ENGINES
-from .observe import Observed, Page
+from .naming import ENGINES, HTTP_PORT
+from .observe import Observed
+from .pages import Answer, NoPage, Target
 
 ALWAYS_THERE: Mapping[str, str] = {
     "disagg_kv_refused_messages_total": "reason",
@@ -67,10 +68,10 @@ def is_due(standing: Standing, now: datetime) -> bool:
     return standing.looked_at is None or now - standing.looked_at >= LOOK_EVERY
 
 
-def addresses(observed: Observed) -> dict[str, str]:
-    """The engines to look at: name and IP address of each ready pod."""
+def targets(observed: Observed, namespace: str) -> dict[str, Target]:
+    """The engines to look at, by the name of each ready pod, and what to look for."""
     return {
-        pod.name: pod.address
+        pod.name: Target(namespace, pod.address, HTTP_PORT, frozenset(COUNTERS))
         for role in ENGINES
         for pod in observed.pods_of(role)
         if pod.ready and pod.address is not None
@@ -82,8 +83,8 @@ def unlearn(standing: Standing, observed: Observed) -> Standing:
     return replace(standing, counts={}) if _is_mixed(observed) else standing
 
 
-def look(standing: Standing, observed: Observed, pages: Mapping[str, Page | None], now: datetime) -> Standing:
-    """The standing after a look. `pages` has an entry for each pod of `addresses`, None where nothing could be read.
+def look(standing: Standing, observed: Observed, pages: Mapping[str, Answer], now: datetime) -> Standing:
+    """The standing after a look. `pages` has an answer of each pod of `targets`.
 
     A blind look changes nothing, and neither does a pod without a page. While pods of two kinds run, refusals between them
     are what should happen: they are not held against anybody, and counting begins anew afterwards.
@@ -104,7 +105,7 @@ def look(standing: Standing, observed: Observed, pages: Mapping[str, Page | None
 
 
 def _expired(
-    standing: Standing, read: Mapping[str, Counts], pages: Mapping[str, Page | None], now: datetime
+    standing: Standing, read: Mapping[str, Counts], pages: Mapping[str, Answer], now: datetime
 ) -> Standing:
     """Forgets a mismatch that is long over; not while a pod that refused cannot be asked."""
     hidden = any(pod in pages and pod not in read for pod in standing.refusing)
@@ -113,10 +114,12 @@ def _expired(
     return replace(standing, refused_at=None, refusing=(), message="")
 
 
-def _counts(page: Page | None) -> Counts | None:
+def _counts(page: Answer) -> Counts | None:
     """None for what is not, or not all of, the page of an engine with the connector."""
+    if isinstance(page, NoPage):
+        return None
     counts: dict[str, float] = {}
-    for sample in page or ():
+    for sample in page:
         label = COUNTERS.get(sample.name)
         if label is None or sample.labels.get(label) != "fingerprint":
             continue

@@ -21,19 +21,6 @@ MAX_QUESTIONS = 4
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A number on a page of metrics."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
-
-
-Page = tuple[Sample, ...]
-"""What was looked for on a pod's page of metrics."""
-
-
-@dataclass(frozen=True)
 class Stranger:
     """An object that has the name of a child of ours and another owner, so it is not touched."""
 

@@ -1,7 +1,7 @@
 """One pass over one DisaggInference: read everything, decide, act, say what became of it."""
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -12,9 +12,10 @@ from .errors import GoneError, KubeError, UnavailableError
 from .events import tell
 from .gather import gather
 from .kube import Kube
-from .mismatch import COUNTERS, Standing, addresses, is_due, look, resume, unlearn
+from .mismatch import Standing, is_due, look, resume, targets, unlearn
 from .naming import KIND, Manifest
-from .observe import Observed, Page
+from .observe import Observed
+from .pages import Answer, Target
 from .plan import Notice, Plan, Report, Wanted, key_of, make_plan, read, report, report_blind
 
 _log = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ class Key:
         return f"{self.namespace}/{self.name}"
 
 
-ReadPages = Callable[[Mapping[str, str], Collection[str]], Awaitable[Mapping[str, Page | None]]]
-"""Pods' addresses and names of samples in, a page or None for each pod out; `scrape.read_pages` is one."""
+ReadPages = Callable[[Mapping[str, Target]], Awaitable[Mapping[str, Answer]]]
+"""What is wanted of each pod in, what each had to say out; `scrape.read_pages` is one."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Reconciler:
         if standing is None or standing.uid != wanted.owner.uid:
             standing = resume(wanted.owner.uid, wanted.previous.conditions, now)
         if is_due(standing, now):
-            pages = await self.read_pages(addresses(observed), COUNTERS)
+            pages = await self.read_pages(targets(observed, key.namespace))
             standing = look(standing, observed, pages, now)
         else:
             standing = unlearn(standing, observed)
