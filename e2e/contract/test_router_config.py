@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from disagg_router import config
-from disagg_router.backends import LABEL_NAME, LABEL_REVISION, LABEL_ROLE
+from disagg_router.backends import LABEL_KEEP, LABEL_MODE, LABEL_NAME, LABEL_REVISION, LABEL_ROLE
 
 DOC = Path(__file__).parents[2] / "docs" / "wire-contract.md"
 
@@ -43,5 +43,5 @@ def test_the_documented_values_are_the_defaults() -> None:
 def test_the_labels_are_those_of_the_contract() -> None:
     text = DOC.read_text()
     assert LABEL_NAME == "inference.disagg.dev/name"
-    for label in (LABEL_NAME, LABEL_ROLE, LABEL_REVISION):
+    for label in (LABEL_NAME, LABEL_ROLE, LABEL_REVISION, LABEL_MODE, LABEL_KEEP):
         assert f"`{label}" in text

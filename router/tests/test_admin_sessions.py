@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,23 @@ async def test_conversations_are_listed_with_their_pods(make_stack: MakeStack, t
         "prefill": "prefill-0",
         "age_seconds": 7.0,
         "handle": False,
+        "leaving": False,
     }
     assert len(bytes.fromhex(alice["session"])) == 16
     assert alice["session"] != bob["session"]
     for secret in (KEY, "alice", "nobody else"):
         assert secret not in str(told)
+
+
+@pytest.mark.parametrize("pod", ["decode-0", "prefill-0"])
+async def test_a_conversation_that_has_to_move_says_so(
+    make_stack: MakeStack, tmp_path: Path, pod: str
+) -> None:
+    stack = await guarded(make_stack, tmp_path)
+    await turn(stack, "alice")
+    stack.publish(*(replace(b, leaving=b.name == pod) for b in stack.backends))
+    (alice,) = (await ask(stack))[1]["sessions"]
+    assert (alice["decode"], alice["prefill"], alice["leaving"]) == ("decode-0", "prefill-0", True)
 
 
 async def test_a_conversation_whose_kv_decode_keeps_says_so(make_stack: MakeStack, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def piece(name: str, role: str, *endpoints: dict[str, Any], **fields: Any) -> di
         "inference.disagg.dev/role": role,
         "inference.disagg.dev/revision": fields.pop("revision", "0a1b2c3d"),
         "kubernetes.io/service-name": f"demo-{role}-0a1b2c3d",
+        **fields.pop("labels", {}),
     }
     return {
         "metadata": {"name": name, "labels": labels, "resourceVersion": "7"},
@@ -66,6 +67,56 @@ def test_conditions_decide_who_takes_turns(conditions: dict[str, Any], state: st
     [got] = read(piece("a", "decode", entry))
     assert got.state == state
     assert got.takes_turns == (state == "ready")
+
+
+KEEP = "inference.disagg.dev/keep"
+
+
+@pytest.mark.parametrize(
+    ("pod", "keep", "leaving"),
+    [
+        ("demo-decode-0a1b2c3d-0", "1", False),
+        ("demo-decode-0a1b2c3d-1", "1", True),
+        ("demo-decode-0a1b2c3d-10", "9", True),
+        ("demo-decode-0a1b2c3d-9", "10", False),
+        ("demo-decode-0a1b2c3d-0", "0", True),
+        ("demo-decode-0a1b2c3d-1", None, False),
+        ("demo-decode-0a1b2c3d-1", "", False),
+        ("demo-decode-0a1b2c3d-1", "one", False),
+        ("demo-decode-0a1b2c3d-1", "-1", False),
+        ("demo-decode-0a1b2c3d-1", "0.5", False),
+        ("demo-decode-0a1b2c3d-1", "٠", False),
+        ("demo-decode-0a1b2c3d", "0", False),
+        ("7", "0", False),
+        (None, "0", False),
+    ],
+)
+def test_pods_that_will_not_be_kept_are_leaving(pod: str | None, keep: str | None, leaving: bool) -> None:
+    labels = {} if keep is None else {KEEP: keep}
+    [got] = read(piece("a", "decode", endpoint(pod, "10.0.0.2"), labels=labels))
+    assert got.leaving == leaving
+    assert got.state == ("leaving" if leaving else "ready")
+    assert got.takes_turns, "what it has it serves, and turns if there is no other"
+
+
+@pytest.mark.parametrize(
+    ("conditions", "state"), [({"ready": False}, "not_ready"), ({"terminating": True}, "terminating")]
+)
+def test_what_a_leaving_pod_cannot_do_is_said_of_it(conditions: dict[str, Any], state: str) -> None:
+    entry = {**endpoint("d-1", "10.0.0.2"), "conditions": conditions}
+    [got] = read(piece("a", "decode", entry, labels={KEEP: "0"}))
+    assert (got.state, got.takes_turns) == (state, False)
+
+
+def test_a_role_that_leaves_as_a_whole_is_still_ready() -> None:
+    fleet = Fleet()
+    fleet.publish(
+        read(
+            piece("a", "prefill", endpoint("p-0", "10.0.0.1"), labels={KEEP: "0"}),
+            piece("b", "decode", endpoint("d-0", "10.0.0.2"), labels={KEEP: "0"}),
+        )
+    )
+    assert fleet.why_not_ready() is None
 
 
 def test_a_pod_in_two_slices_counts_once() -> None:

@@ -176,6 +176,12 @@ def test_a_pod_that_takes_no_turns_is_forgotten(gone: dict[str, bool]) -> None:
     assert loads.state(POD) is State.CLOSED
 
 
+def test_a_pod_that_is_leaving_is_still_avoided() -> None:
+    loads = broken(Clock())
+    leaving = Backend("decode-0", "decode", "r1", POD.address, 5700, leaving=True)
+    assert loads.snapshot([leaving]).suspects == {"decode-0"}
+
+
 def test_giving_back_twice_is_giving_back_once() -> None:
     loads = LoadTable(Clock())
     first, second = loads.hold(POD), loads.hold(POD)

@@ -112,6 +112,7 @@ def test_what_is_over_is_dropped_when_something_new_comes() -> None:
         ((), False),
         ((replace(DECODE, ready=False),), False),
         ((replace(DECODE, terminating=True),), False),
+        ((replace(DECODE, leaving=True),), True),
         ((replace(DECODE, address=Address("10.0.0.3", 8000)),), False),
     ],
 )
@@ -249,6 +250,7 @@ def test_what_an_engine_kept_is_gone_when_it_was_away() -> None:
     store = Handles(Clock(), 100.0)
     store.put(b"a", handle())
     assert store.engines([PREFILL, DECODE]) == 0
+    assert store.engines([PREFILL, replace(DECODE, leaving=True)]) == 0
     assert store.engines([PREFILL, replace(DECODE, ready=False)]) == 1
     assert store.engines([PREFILL, DECODE]) == 0
     assert store.take(b"a") is None

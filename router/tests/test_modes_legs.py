@@ -172,6 +172,7 @@ def test_push_notices_another_start_of_the_engine_and_knows_it_from_then_on() ->
     ("there", "known"),
     [
         ((PREFILL, DECODE), True),
+        ((replace(PREFILL, leaving=True),), True),
         ((replace(PREFILL, ready=False),), False),
         ((replace(PREFILL, terminating=True),), False),
         ((replace(PREFILL, address=Address("10.0.0.9", 8000)),), False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -327,6 +328,23 @@ async def test_kv_of_an_engine_that_is_gone_is_not_asked_for(make_stack: MakeSta
     )
     assert status == 200
     assert (world.read_back, world.wrong, handles(stack, "gone")) == (0, [], 1)
+
+
+async def test_kv_of_an_engine_that_is_leaving_is_read_and_once(make_stack: MakeStack) -> None:
+    stack, world = await made(make_stack, "BidirectionalPull", decodes=2)
+    await converse(stack, 1)
+    used = next(i for i, engine in enumerate(stack.decodes) if engine.seen)
+    stack.publish(*(replace(b, leaving=b.name == f"decode-{used}") for b in stack.backends))
+    said = [
+        {"role": "user", "content": "question 0"},
+        {"role": "assistant", "content": "one two three"},
+        {"role": "user", "content": "and?"},
+    ]
+    for turns in (1, 2):
+        status, _ = await stack.post({"model": MODEL, "messages": said})
+        assert status == 200
+        assert (len(stack.decodes[used].seen), len(stack.decodes[1 - used].seen)) == (1, turns)
+    assert (world.read_back, world.wrong, handles(stack, "used"), handles(stack, "gone")) == (1, [], 1, 0)
 
 
 async def test_streamed_turns_hand_nothing_back(make_stack: MakeStack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from disagg_router.backends import Backend, Role
 from disagg_router.config import Policy
 from disagg_router.http1 import Address
-from disagg_router.pick import Choice, Load, choose, rank
+from disagg_router.pick import Choice, Load, any_engine, choose, rank
 from disagg_router.session import Placement, Session
 
 
@@ -285,3 +286,129 @@ def test_pods_that_failed_this_turn_are_not_taken_again(known: bool) -> None:
     last = Placement("r1", "d0-r1", "p0-r1") if known else None
     assert pick(fleet, session(), last, avoid={"d0-r1"}).decode.name == "d1-r1"
     assert choose(fleet, session(), last, IDLE, {"d0-r1", "d1-r1"}) is None
+
+
+# -- engines that are leaving --------------------------------------------------------------------------------
+
+
+def going(backends: list[Backend], *names: str) -> list[Backend]:
+    return [replace(b, leaving=b.name in names) for b in backends]
+
+
+POLICY_NAMES: list[Policy] = ["SessionAffinity", "LeastLoaded", "RoundRobin"]
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("last", [None, Placement("r1", "d2-r1", "p2-r1")])
+def test_an_engine_that_is_leaving_gets_no_turn(
+    policy: Policy, earlier: bool, last: Placement | None
+) -> None:
+    fleet = going(pool(3, 3), "d2-r1", "p2-r1")
+    busy = Load({"d0-r1": 60, "d1-r1": 70, "p0-r1": 60, "p1-r1": 70})
+    for n in range(30):
+        for load in (IDLE, busy):
+            choice = pick(fleet, session(n, earlier), last, load, policy=policy, number=n)
+            assert choice.prefill is not None
+            assert not choice.decode.leaving
+            assert not choice.prefill.leaving
+
+
+def test_a_conversation_moves_off_a_leaving_engine_and_stays_on_the_other() -> None:
+    last = Placement("r1", "d1-r1", "p1-r1")
+    of_decode = pick(going(pool(2, 2), "d1-r1"), ONE, last)
+    assert of_decode.prefill is not None
+    assert (of_decode.decode.name, of_decode.decode_reason) == ("d0-r1", "moved")
+    assert (of_decode.prefill.name, of_decode.prefill_reason) == ("p1-r1", "session")
+    of_prefill = pick(going(pool(2, 2), "p1-r1"), ONE, last)
+    assert of_prefill.prefill is not None
+    assert (of_prefill.decode.name, of_prefill.decode_reason) == ("d1-r1", "session")
+    assert (of_prefill.prefill.name, of_prefill.prefill_reason) == ("p0-r1", "moved")
+
+
+def test_a_leaving_engine_is_asked_for_its_kv() -> None:
+    choice = pick(going(pool(1, 3), "d1-r1"), ONE, Placement("r1", "d1-r1", "p0-r1"))
+    assert choice.holder is not None
+    assert choice.holder.name == "d1-r1"
+
+
+def test_an_unremembered_conversation_asks_where_it_would_have_been_and_goes_where_it_will_be() -> None:
+    before, after = pool(2, 3), [b for b in pool(2, 3) if b.name != "d2-r1"]
+    moved = 0
+    for n in range(60):
+        home = pick(before, session(n)).decode
+        choice = pick(going(before, "d2-r1"), session(n, earlier=True))
+        assert choice.holder is not None
+        assert choice.holder.name == home.name
+        assert choice.decode.name == pick(after, session(n)).decode.name
+        assert choice.decode_reason == "home"
+        moved += home.name == "d2-r1"
+        assert pick(going(before, "d2-r1"), session(n)).holder is None, "a first turn has no KV anywhere"
+    assert moved
+
+
+def test_who_stays_takes_over_only_what_was_of_the_leaving() -> None:
+    for n in range(100):
+        home = pick(pool(1, 4), session(n)).decode.name
+        if home != "d3-r1":
+            assert pick(going(pool(1, 4), "d3-r1"), session(n)).decode.name == home
+
+
+# The fleet, who leaves, who is a suspect, what has failed in this turn; then decode and prefill of a new conversation.
+NOBODY_ELSE: list[tuple[list[Backend], set[str], set[str], set[str], tuple[str, str]]] = [
+    (pool(1, 1), {"d0-r1"}, set(), set(), ("d0-r1", "p0-r1")),
+    (pool(1, 1), {"p0-r1"}, set(), set(), ("d0-r1", "p0-r1")),
+    (pool(1, 1), {"d0-r1", "p0-r1"}, set(), set(), ("d0-r1", "p0-r1")),
+    (pool(2, 2), {"d1-r1", "p1-r1"}, {"d0-r1", "p0-r1"}, set(), ("d1-r1", "p1-r1")),
+    (pool(1, 2), {"d1-r1"}, set(), {"d0-r1"}, ("d1-r1", "p0-r1")),
+    ([replace(b, ready=b.name != "d0-r1") for b in pool(1, 2)], {"d1-r1"}, set(), set(), ("d1-r1", "p0-r1")),
+    # A revision that stays comes before one whose engines of a role leave.
+    (pool(1, 1) + pool(1, 1, "r2"), {"d0-r1"}, set(), set(), ("d0-r2", "p0-r2")),
+    (pool(1, 1) + pool(1, 1, "r2"), {"p0-r1"}, set(), set(), ("d0-r2", "p0-r2")),
+]
+
+
+@pytest.mark.parametrize(("fleet", "leaving", "suspects", "avoid", "where"), NOBODY_ELSE)
+def test_leaving_engines_are_taken_where_there_is_no_other(
+    fleet: list[Backend], leaving: set[str], suspects: set[str], avoid: set[str], where: tuple[str, str]
+) -> None:
+    for n in range(10):
+        choice = pick(going(fleet, *leaving), session(n), load=Load({}, suspects), avoid=avoid)
+        assert choice.prefill is not None
+        assert (choice.decode.name, choice.prefill.name) == where
+
+
+def test_a_conversation_stays_where_all_engines_leave() -> None:
+    fleet = going(pool(2, 2), "d0-r1", "d1-r1", "p0-r1", "p1-r1")
+    choice = pick(fleet, ONE, Placement("r1", "d1-r1", "p1-r1"))
+    assert choice.prefill is not None
+    assert (choice.decode.name, choice.prefill.name) == ("d1-r1", "p1-r1")
+    assert (choice.decode_reason, choice.prefill_reason) == ("session", "session")
+
+
+@pytest.mark.parametrize(
+    ("leaving", "revision"),
+    [
+        (["d0-r1"], "r1"),
+        (["d0-r1", "d1-r1"], "r2"),
+        (["d0-r1", "d1-r1", "d0-r2"], "r1"),
+        (["p0-r1"], "r1"),
+    ],
+)
+def test_a_conversation_keeps_its_revision_while_decode_stays_there(
+    leaving: list[str], revision: str
+) -> None:
+    fleet = going(pool(1, 2) + pool(1, 1, "r2"), *leaving)
+    assert pick(fleet, ONE, Placement("r1", "d0-r1", "p0-r1")).decode.revision == revision
+
+
+def test_what_any_engine_can_answer_goes_to_one_that_stays() -> None:
+    fleet = going(pool(1, 2), "d0-r1", "p0-r1")
+
+    def asked(load: Load, avoid: Collection[str] = ()) -> str | None:
+        taken = any_engine(fleet, load, avoid)
+        return taken.name if taken else None
+
+    assert asked(Load({"d1-r1": 9})) == "d1-r1"
+    assert asked(Load({}, {"d1-r1"})) == "d0-r1"
+    assert asked(Load({"d0-r1": 1}), {"d1-r1"}) == "p0-r1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -163,6 +164,14 @@ async def test_an_engine_that_becomes_ready_lets_those_that_wait_in(make_stack: 
     for _ in tasks:
         held.release.release()
     assert [status for status, _ in await asyncio.gather(*tasks)] == [200] * 3
+
+
+async def test_engines_that_are_leaving_let_nobody_in_unless_all_are(make_stack: MakeStack) -> None:
+    stack = await limited(make_stack, decodes=3)
+    prefill, *decodes = stack.backends
+    for leaving, limit in ((0, 3), (1, 2), (2, 1), (3, 3)):
+        stack.publish(prefill, *(replace(b, leaving=n < leaving) for n, b in enumerate(decodes)))
+        assert stack.metric("disagg_router_turn_limit") == limit
 
 
 async def test_nobody_waits_for_engines_that_are_not_there(make_stack: MakeStack) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
 
 from disagg_router.config import LocalPrefill
 from router.tests.conftest import MODEL, MakeStack, Stack, until
@@ -59,3 +62,22 @@ async def test_a_conversation_whose_decode_is_gone_is_not_small_elsewhere(make_s
     assert (await stack.post(history("an answer", "go on")))[0] == 200
     await until(stack.idle, "the second turn is over")
     assert len(stack.prefill.seen) == 2, "the other decode engine has nothing of it: prefill computes"
+
+
+@pytest.mark.parametrize("mode", ["Threshold", "Auto"])
+async def test_a_conversation_whose_decode_is_leaving_is_not_small_elsewhere(
+    make_stack: MakeStack, mode: Literal["Threshold", "Auto"]
+) -> None:
+    stack = await make_stack(prefills=1, decodes=2, local_prefill=LocalPrefill(mode=mode, max_tokens=200))
+    assert (await stack.post(history()))[0] == 200
+    await until(stack.idle, "the first turn is over")
+    at = next(i for i, engine in enumerate(stack.decodes) if engine.seen)
+    stack.publish(*(replace(b, leaving=b.name == f"decode-{at}") for b in stack.backends))
+    assert (await stack.post(history("an answer", "go on")))[0] == 200
+    await until(stack.idle, "the second turn is over")
+    assert [len(stack.decodes[n].seen) for n in (at, 1 - at)] == [1, 1]
+    first, second = (seen.body["kv_transfer_params"]["disagg"] for seen in stack.prefill.seen)
+    assert ("decode" in first, second["decode"]["control_port"]) == (False, 5700 + at)
+    assert (await stack.post(history("an answer", "go on", "gone", "and now?")))[0] == 200
+    await until(stack.idle, "the third turn is over")
+    assert len(stack.prefill.seen) == 2, "what is new to the engine that it went to is little"

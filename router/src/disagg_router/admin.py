@@ -98,6 +98,7 @@ class Admin:
             return error_response(400, f"`limit` must be a number from 1 to {_MOST_SESSIONS}.", param="limit")
         # A handle is kept by the name of its conversation and, behind that, of the salt of its KV.
         with_handle = {key[:KEY_BYTES] for key in self._handles.usable()}
+        leaving = {backend.name for backend in self._fleet.backends if backend.leaving}
         sessions = [
             {
                 "session": key.hex(),
@@ -106,6 +107,7 @@ class Admin:
                 "prefill": placement.prefill,
                 "age_seconds": round(age, 1),
                 "handle": key in with_handle,
+                "leaving": not leaving.isdisjoint((placement.decode, placement.prefill)),
             }
             for key, age, placement in self._memory.newest(int(limit))
         ]

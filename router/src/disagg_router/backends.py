@@ -1,12 +1,14 @@
 """The engines behind a router: what a turn may be sent to. Pure.
 
 `from_slices` turns EndpointSlices (as JSON, discovery.k8s.io/v1) into `Backend`s. The endpoint slice controller copies
-the labels of a headless Service to its slices, so a slice says itself which role and revision it holds.
+the labels of a headless Service to its slices, so a slice says itself which role and revision it holds, and which of its
+pods are about to be removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +20,10 @@ LABEL_NAME = "inference.disagg.dev/name"
 LABEL_ROLE = "inference.disagg.dev/role"
 LABEL_REVISION = "inference.disagg.dev/revision"
 LABEL_MODE = "inference.disagg.dev/transfer-mode"
+LABEL_KEEP = "inference.disagg.dev/keep"
+
+_COUNT = re.compile("[0-9]+")
+_ORDINAL = re.compile("-([0-9]+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +44,26 @@ class Backend:
     terminating: bool = False
     mode: str = ""
     """How it moves KV; empty if its Service does not say, which means as the router is configured."""
+    leaving: bool = False
+    """It will be removed soon, and until then serves what it has. New turns go to others if there are any (`staying`)."""
 
     @property
     def takes_turns(self) -> bool:
+        """Whether it can serve turns."""
         return self.ready and not self.terminating
 
     @property
     def state(self) -> str:
         if self.terminating:
             return "terminating"
-        return "ready" if self.ready else "not_ready"
+        if not self.ready:
+            return "not_ready"
+        return "leaving" if self.leaving else "ready"
+
+
+def staying(backends: Sequence[Backend]) -> Sequence[Backend]:
+    """Those that are not leaving; all of them if all are, since an engine that leaves is better than none."""
+    return [b for b in backends if not b.leaving] or backends
 
 
 def from_slices(
@@ -80,11 +96,18 @@ def from_slices(
                 ready=conditions.get("ready") is not False,
                 terminating=conditions.get("terminating") is True,
                 mode=labels.get(LABEL_MODE) or "",
+                leaving=_is_leaving(target.get("name") or "", labels.get(LABEL_KEEP) or ""),
             )
             rank = (backend.takes_turns, family == "IPv4")
             if backend.name not in best or rank > best[backend.name][0]:
                 best[backend.name] = (rank, backend)
     return tuple(backend for _, (_, backend) in sorted(best.items()))
+
+
+def _is_leaving(pod: str, keep: str) -> bool:
+    """Whether a StatefulSet that keeps so many pods will remove this one: it numbers them from 0, and removes the highest."""
+    ordinal = _ORDINAL.search(pod)
+    return ordinal is not None and _COUNT.fullmatch(keep) is not None and int(ordinal[1]) >= int(keep)
 
 
 def _http_port(ports: Iterable[Mapping[str, Any]], default: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from disagg_router.admission import Admission, Refusal, Ticket
-from disagg_router.backends import Fleet
+from disagg_router.backends import Fleet, staying
 from disagg_router.config import Overload
 
 
@@ -20,7 +20,8 @@ class OverloadedError(Exception):
 
 
 class Gate:
-    """Turns enter one by one; the fleet's ready decode engines decide how many there may be.
+    """Turns enter one by one; the fleet's ready decode engines decide how many there may be, less those
+    that are leaving while others stay.
 
     Without any nobody is kept waiting: such a turn has to be told so at once.
     """
@@ -44,8 +45,8 @@ class Gate:
     @property
     def limit(self) -> int | None:
         """Turns that may run at a time; None while no decode engine is ready."""
-        engines = sum(b.role == "decode" and b.takes_turns for b in self._fleet.backends)
-        return engines * self._settings.turns_per_engine or None
+        engines = staying([b for b in self._fleet.backends if b.role == "decode" and b.takes_turns])
+        return len(engines) * self._settings.turns_per_engine or None
 
     @asynccontextmanager
     async def place(self, session: bytes) -> AsyncIterator[float]:

@@ -26,7 +26,7 @@ class Handle:
     kv: Handback
 
     def readable(self, backends: Iterable[Backend], prefill: Backend) -> bool:
-        """Whether the engine is still there, and `prefill` may read from it."""
+        """Whether the engine is still there, leaving or not, and `prefill` may read from it."""
         here = any(
             b.name == self.decode.name and b.address == self.decode.address and b.takes_turns
             for b in backends

@@ -123,7 +123,7 @@ class Metrics:
         )
         self.turn_limit = Gauge(
             "disagg_router_turn_limit",
-            "Turns that may run at a time, by the decode engines that are ready now.",
+            "Turns that may run at a time, by the decode engines that are ready now and not leaving.",
             registry=registry,
         )
         self.queue_wait = Histogram(

@@ -4,7 +4,7 @@ Every router replica has to choose alike without talking to the others, and a re
 name ranks the engines (rendezvous hashing: adding or removing one engine moves only its own conversations), and the
 first in that order that is not overloaded is taken ("consistent hashing with bounded loads"). Load is the number of
 turns in flight that this replica has there. A replica that remembers the conversation's last turn prefers the pods
-of that turn, which hold its KV.
+of that turn, which hold its KV. Engines that are leaving get turns only where there is no other.
 
 That is the policy SessionAffinity. LeastLoaded and RoundRobin choose without regard to where KV is: prefill has to ask for it.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from disagg_router.backends import Backend
+from disagg_router.backends import Backend, staying
 from disagg_router.config import Policy
 from disagg_router.session import Placement, Session
 
@@ -55,7 +55,7 @@ class Choice:
     - `session`: the pod of the conversation's last turn
     - `home`: first in the conversation's order
     - `spill`: the pods before it are overloaded
-    - `moved`: the last turn's pod does not take turns any more (or did before this turn's first attempt)
+    - `moved`: the last turn's pod is leaving, or does not take turns any more (or did before this turn's first attempt)
     - `policy`: by a policy that does not look at conversations
     - `none`: there is no such engine
     """
@@ -79,8 +79,8 @@ def choose(
     """Pick the engines for a turn, or None if no decode engine is ready.
 
     `last` is the conversation's remembered placement. Pods in `avoid` have already failed this very turn and are not
-    taken; suspects are taken only if there is no other decode engine, and never for prefill. `number` counts this
-    replica's turns, for RoundRobin.
+    taken; suspects are taken only if there is no other decode engine, and never for prefill. Engines that are leaving are
+    taken only if all others are suspects. `number` counts this replica's turns, for RoundRobin.
     """
     ready = [b for b in backends if b.takes_turns and b.name not in avoid]
     prefills = [b for b in ready if b.role == "prefill" and b.name not in load.suspects]
@@ -99,8 +99,8 @@ def choose(
     candidates = [b for b in candidates if b.name not in load.suspects] or candidates
     if not candidates:
         return None
-    decode, decode_reason = pick(candidates, last.decode if last else None)
-    partners = [b for b in prefills if b.revision == decode.revision]
+    decode, decode_reason = pick(staying(candidates), last.decode if last else None)
+    partners = staying([b for b in prefills if b.revision == decode.revision])
     prefill: Backend | None = None
     prefill_reason: Reason = "none"
     if partners:
@@ -117,24 +117,22 @@ def choose(
 def any_engine(backends: Sequence[Backend], load: Load, avoid: Collection[str] = ()) -> Backend | None:
     """The ready engine of either role with the fewest turns in flight; suspects only if there is no other."""
     ready = [b for b in backends if b.takes_turns and b.name not in avoid]
-    candidates = [b for b in ready if b.name not in load.suspects] or ready
+    candidates = staying([b for b in ready if b.name not in load.suspects] or ready)
     return min(candidates, key=lambda b: (load.inflight.get(b.name, 0), b.name), default=None)
 
 
 def _decode_candidates(
     decodes: Sequence[Backend], prefills: Sequence[Backend], last: Placement | None
 ) -> Sequence[Backend]:
-    """The decode engines that may be taken, by revision.
+    """The decode engines that may be taken, by revision. Of these, those that are leaving are only asked for KV if there are others.
 
-    A conversation stays on its revision while that has a ready decode engine. A new one goes to any revision with both
-    roles ready, so that each revision gets new conversations in proportion to its decode engines; only if there is
+    A conversation stays on its revision while that has a ready decode engine that stays. A new one goes to any revision with
+    both roles ready, so that each revision gets new conversations in proportion to its decode engines; only if there is
     no such revision, to a decode engine without prefill.
     """
-    if last is not None:
-        same = [b for b in decodes if b.revision == last.revision]
-        if same:
-            return same
-    paired = {b.revision for b in prefills}
+    if last is not None and any(b.revision == last.revision for b in staying(decodes)):
+        return [b for b in decodes if b.revision == last.revision]
+    paired = {b.revision for b in staying(prefills)}
     return [b for b in decodes if b.revision in paired] or decodes
 
 
@@ -173,8 +171,8 @@ def rank(key: bytes, name: str) -> bytes:
 def _holder(
     backends: Sequence[Backend], homes: Sequence[Backend], session: Session, last: Placement | None
 ) -> Backend | None:
-    """The decode engine of the last turn, also while it terminates. If this replica does not remember that turn, the
-    conversation's home among `homes`, where any replica would first have looked."""
+    """The decode engine of the last turn, also while it is leaving or terminates. If this replica does not remember that turn,
+    the conversation's home among `homes`, those that are leaving too: where any replica would first have looked."""
     if last is not None:
         return next((b for b in backends if b.name == last.decode), None)
     if session.earlier_turn:
