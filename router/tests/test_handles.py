@@ -124,6 +124,20 @@ def test_another_revision_does_not_read_it() -> None:
     assert not handle().readable((DECODE,), replace(PREFILL, revision="rev2"))
 
 
+def test_the_blocks_of_handles_that_could_be_used_are_counted() -> None:
+    clock = Clock()
+    store = Handles(clock, 100)
+    assert store.blocks() == 0
+    for key, blocks in ((b"a", 3), (b"b", 5), (b"b", 7)):
+        store.put(key, Handle(DECODE, replace(handle().kv, blocks=blocks)))
+        clock.now += 20
+    assert store.blocks() == 3 + 7
+    clock.now = 75
+    assert store.blocks() == 7
+    store.take(b"b")
+    assert store.blocks() == 0
+
+
 # -- the guard -----------------------------------------------------------------------------------------------
 
 
@@ -206,6 +220,15 @@ def test_answers_that_name_no_kv_are_passed_on_alone(content: bytes) -> None:
     text, found = handback.split(legs.parse(b"{}"), content)
     assert found is None
     assert json.loads(text)["kv_transfer_params"] is None
+
+
+@pytest.mark.parametrize(
+    ("named", "blocks"), [([[5, 6]], 2), ([[5], [6, 7]], 3), ([[5, 6], [6, 5]], 2), ([[5], []], 1)]
+)
+def test_an_answer_says_how_many_blocks_are_kept(named: list[list[int]], blocks: int) -> None:
+    _, found = handback.split(legs.parse(b"{}"), answered({**LOCATED, "remote_block_ids": named}))
+    assert found is not None
+    assert found.blocks == blocks
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"choices": 1}', b"not json"])

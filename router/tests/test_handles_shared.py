@@ -206,6 +206,22 @@ async def test_every_turn_finds_what_the_turn_before_left_at_another_replica(
     assert all(team.dropped(i) == {} for i in range(replicas))
 
 
+async def test_each_handle_is_counted_by_one_replica(make_team: MakeTeam) -> None:
+    team = await make_team()
+    for conversation in range(6):
+        team.messages = []
+        await team.turn(conversation % 3, f"question {conversation}")
+
+    def counted() -> float:
+        return sum(stack.metric("disagg_router_retained_kv_blocks") for stack in team.stacks)
+
+    assert counted() == 6 * team.world.blocks
+    await team.turn(0)
+    assert counted() == 6 * team.world.blocks, "one was read, and a newer one has come"
+    team.ahead(1e5)
+    assert counted() == 0
+
+
 async def test_a_handle_is_used_once_by_turns_at_all_replicas_at_the_same_time(make_team: MakeTeam) -> None:
     team = await make_team()
     await team.turn(0)

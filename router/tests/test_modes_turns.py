@@ -334,6 +334,7 @@ async def test_kv_of_an_engine_that_is_leaving_is_read_and_once(make_stack: Make
     stack, world = await made(make_stack, "BidirectionalPull", decodes=2)
     await converse(stack, 1)
     used = next(i for i, engine in enumerate(stack.decodes) if engine.seen)
+    assert stack.metric("disagg_router_retained_kv_blocks") == world.blocks
     stack.publish(*(replace(b, leaving=b.name == f"decode-{used}") for b in stack.backends))
     said = [
         {"role": "user", "content": "question 0"},
@@ -345,6 +346,13 @@ async def test_kv_of_an_engine_that_is_leaving_is_read_and_once(make_stack: Make
         assert status == 200
         assert (len(stack.decodes[used].seen), len(stack.decodes[1 - used].seen)) == (1, turns)
     assert (world.read_back, world.wrong, handles(stack, "used"), handles(stack, "gone")) == (1, [], 1, 0)
+    assert stack.metric("disagg_router_retained_kv_blocks") == world.blocks, "of the last turn's handle alone"
+
+
+@pytest.mark.parametrize("mode", ["Pull", "Push", "BidirectionalPush"])
+async def test_in_other_modes_no_kv_is_retained(make_stack: MakeStack, mode: str) -> None:
+    stack = await make_stack(mode=mode)
+    assert b"disagg_router_retained_kv_blocks" not in stack.router.metrics.render()
 
 
 async def test_streamed_turns_hand_nothing_back(make_stack: MakeStack) -> None:

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
+from aiohttp import web
 
 from disagg_router.config import LocalPrefill
 from router.tests.conftest import MODEL, MakeStack, Stack, until
-from router.tests.fake_engine import hang_up
+from router.tests.fake_engine import FakeEngine, Seen, hang_up, refuse
 
 LONG = "word " * 2000
 FEW = LocalPrefill(max_tokens=200)
@@ -81,3 +82,33 @@ async def test_a_conversation_whose_decode_is_leaving_is_not_small_elsewhere(
     assert (await stack.post(history("an answer", "go on", "gone", "and now?")))[0] == 200
     await until(stack.idle, "the third turn is over")
     assert len(stack.prefill.seen) == 2, "what is new to the engine that it went to is little"
+
+
+async def test_turns_that_were_sent_to_prefill_are_counted_whatever_became_of_them(
+    make_stack: MakeStack,
+) -> None:
+    stack = await make_stack(prefills=1, decodes=2, local_prefill=FEW)
+    assert (await stack.post(history()))[0] == 200
+    assert (await stack.post(history("an answer", "go on")))[0] == 200
+    assert (await stack.post({**history(), "n": 2}))[0] == 200
+    await until(stack.idle, "one turn was sent to prefill, one was small, one decode had to compute")
+
+    def reached() -> int:
+        return sum(seen.is_prefill for seen in stack.prefill.seen)
+
+    async def break_off(engine: FakeEngine, request: web.Request, seen: Seen) -> web.StreamResponse:
+        await until(lambda: reached() == 2, "prefill has its leg")
+        return await hang_up(engine, request, seen)
+
+    next(engine for engine in stack.decodes if engine.seen).decode = break_off
+    assert (await stack.post(history("an answer", LONG)))[0] == 200
+    stack.prefill.prefill = refuse(500, "Internal server error")
+    assert (await stack.post(history("an answer", LONG, "another", LONG)))[0] == 200
+    await until(stack.idle, "one was sent twice, and one more that prefill failed")
+    sent = sum(
+        sample.value
+        for metric in stack.router.metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "disagg_router_prefill_decisions_total" and sample.labels["placement"] == "prefill"
+    )
+    assert sent == reached() == 4

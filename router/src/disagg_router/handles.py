@@ -82,6 +82,11 @@ class Handles:
         now = self._clock()
         return [key for key, (until, _) in self._entries.items() if now < until]
 
+    def blocks(self) -> int:
+        """KV blocks that decode keeps, by the handles that could be used now; those that several name count for each."""
+        now = self._clock()
+        return sum(handle.kv.blocks for until, handle in self._entries.values() if now < until)
+
     def engines(self, backends: Iterable[Backend]) -> int:
         """Forget what engines kept that are away: they may come back without it. Returns how many handles that were."""
         there = {(b.name, b.address) for b in backends if b.takes_turns}

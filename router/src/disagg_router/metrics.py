@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from disagg_router.backends import Fleet
 from disagg_router.breaker import State
+from disagg_router.handles import Handles
 from disagg_router.load import LoadTable
 from disagg_router.placer import Placer
 
@@ -29,7 +30,8 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 class Metrics:
     """One registry a router, so that tests and embedders can have several."""
 
-    def __init__(self, fleet: Fleet, loads: LoadTable, placer: Placer) -> None:
+    def __init__(self, fleet: Fleet, loads: LoadTable, placer: Placer, handles: Handles | None) -> None:
+        """`handles` are None if decode engines keep nothing for prefill to read."""
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "disagg_router_requests",
@@ -141,6 +143,12 @@ class Metrics:
         self.connections = Gauge(
             "disagg_router_client_connections", "Open client connections.", registry=registry
         )
+        if handles is not None:
+            Gauge(
+                "disagg_router_retained_kv_blocks",
+                "KV blocks that decode engines keep for prefill to read, by the handles that this replica keeps.",
+                registry=registry,
+            ).set_function(handles.blocks)
         registry.register(_Engines(fleet, loads))
         if placer.learns:
             registry.register(_Learned(placer))

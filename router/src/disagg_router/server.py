@@ -60,15 +60,16 @@ class Router:
         self.replicas = Replicas(name)
         self.loads = LoadTable(clock)
         self.placer = Placer(config.local_prefill, self.loads.backlog, clock)
-        self.metrics = Metrics(self.fleet, self.loads, self.placer)
         self._memory = Memory(clock)
         self._handles = Handles(clock, float(config.decode_retention_seconds))
+        self._modes = {name: make() for name, make in legs.MODES.items()}
+        keeps = self._modes[config.mode].hands_back
+        self.metrics = Metrics(self.fleet, self.loads, self.placer, self._handles if keeps else None)
         self.admin = Admin(self.fleet, self.metrics, self._memory, self._handles)
         self.gate = Gate(config.overload, self.fleet, clock)
         self.port = 0
         self._host = host
         self._clock = clock
-        self._modes = {name: make() for name, make in legs.MODES.items()}
         self.fleet.watchers.append(self._tell_modes)
         self._connections = Connections()
         self._pool: EnginePool | None = None

@@ -22,11 +22,13 @@ from disagg_router.legs.upstream import read
 
 @dataclass(frozen=True, slots=True)
 class Handback:
-    """KV of a prompt and its answer, as decode names it in `params`: of `tokens` tokens, which `digest` stands for."""
+    """KV of a prompt and its answer, as decode names it in `params`: of `tokens` tokens, which `digest` stands for, in `blocks`
+    blocks (0 if a replica of an earlier version has kept it)."""
 
     params: msgspec.Raw
     tokens: int
     digest: bytes
+    blocks: int = 0
 
     @property
     def size(self) -> int:
@@ -80,8 +82,9 @@ def _handback(params: msgspec.Raw, prompt: msgspec.Raw, output: msgspec.Raw) -> 
     if not named or not 0 < found.remote_num_tokens <= len(tokens):
         return None
     count = found.remote_num_tokens
+    blocks = {block for group in found.remote_block_ids for block in group}
     # A copy: `params` is a part of the whole answer, and would keep that in memory.
-    return Handback(params.copy(), count, digest(tokens[:count]))
+    return Handback(params.copy(), count, digest(tokens[:count]), len(blocks))
 
 
 def continues(handback: Handback, prompt: Sequence[int]) -> bool:
