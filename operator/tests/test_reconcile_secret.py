@@ -2,7 +2,7 @@
 
 import base64
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -12,6 +12,7 @@ from operator_world import ROTATE, SETTINGS, START, resource
 
 from disagg_operator.errors import KubeError, classify
 from disagg_operator.naming import KIND
+from disagg_operator.pages import Answer, NoPage, Target
 from disagg_operator.reconcile import Key, Reconciler
 
 Manifest = dict[str, Any]
@@ -89,8 +90,8 @@ class Server:
         return [base64.b64decode(data[name]) for name in ("previous", "current", "next")]
 
 
-async def _no_pages(addresses: Mapping[str, str], names: Collection[str]) -> dict[str, None]:
-    return dict.fromkeys(addresses)
+async def _no_pages(targets: Mapping[str, Target]) -> dict[str, Answer]:
+    return dict.fromkeys(targets, NoPage("no connection"))
 
 
 class Setting:
