@@ -156,14 +156,15 @@ class World:
                 self._control(item)
 
     def settle(self, passes: int = 60) -> Report:
-        """Passes and ticks until three passes in a row change nothing; fails if that does not happen."""
+        """Passes and ticks until three passes in a row change nothing and no pod is leaving; fails if that does not happen."""
         quiet = 0
         for _ in range(passes):
             before = (_copy(self.resource.get("status")), len(self.deleted), sorted(self.pods))
             plan, said = self._pass()
             self.tick()
             after = (self.resource["status"], len(self.deleted), sorted(self.pods))
-            quiet = quiet + 1 if before == after and not plan.apply and not plan.prune else 0
+            leaving = any(pool.leaving_since is not None for pool in plan.pools.values())
+            quiet = quiet + 1 if before == after and not (plan.apply or plan.prune or leaving) else 0
             if quiet == 3:
                 return said
         raise AssertionError(f"not settled after {passes} passes: {self.resource['status']}")

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_world import SETTINGS, parsed_spec
 
-from disagg_operator.build.children import Owner, build_children
+from disagg_operator.build.children import Owner, build_children, sealed
 from disagg_operator.drift import covers, is_due
-from disagg_operator.naming import ANNOTATION_APPLIED
+from disagg_operator.naming import ANNOTATION_APPLIED, Manifest
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,16 @@ def test_everything_covers_itself(value: Any) -> None:
     assert covers(value, value)
 
 
+def _children(owner: Owner, **changes: Any) -> list[Manifest]:
+    return [
+        sealed(child, owner) for child in build_children(owner, parsed_spec(**changes), SETTINGS).manifests
+    ]
+
+
 def test_every_child_is_due_when_absent_or_outdated_and_not_once_applied() -> None:
     owner = Owner("default", "demo", "uid")
-    now = build_children(owner, parsed_spec(), SETTINGS).manifests
-    later = build_children(owner, parsed_spec(router={"replicas": 5}), SETTINGS).manifests
+    now = _children(owner)
+    later = _children(owner, router={"replicas": 5})
     for manifest in now:
         assert is_due(manifest, None)
         assert not is_due(manifest, manifest)
@@ -77,7 +83,7 @@ def test_every_child_is_due_when_absent_or_outdated_and_not_once_applied() -> No
 
 
 def test_a_field_that_somebody_changed_makes_a_write_due() -> None:
-    manifest = build_children(Owner("default", "demo", "uid"), parsed_spec(), SETTINGS).manifests[2]
+    manifest = _children(Owner("default", "demo", "uid"))[2]
     changed = {**manifest, "spec": {**manifest["spec"], "replicas": 9}}
     assert is_due(manifest, changed)
     assert ANNOTATION_APPLIED in manifest["metadata"]["annotations"]

@@ -78,6 +78,12 @@ annotations:
   resources: [disagginferences/finalizers]
   verbs: [update]
 # Children: made and changed by server-side apply, which is create and patch.
+- apiGroups: [inference.disagg.dev]
+  resources: [disagginferencescalers]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [inference.disagg.dev]
+  resources: [disagginferencescalers/status]
+  verbs: [get, patch]
 - apiGroups: [apps]
   resources: [statefulsets, deployments]
   verbs: [get, list, watch, create, patch, delete]

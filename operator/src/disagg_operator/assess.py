@@ -16,6 +16,7 @@ from .errors import KubeError, RefusedError
 from .mismatch import Standing
 from .naming import ENGINES, Component
 from .observe import Observed, Pod, Workload
+from .pools import Pools
 from .rollout import Step
 
 
@@ -47,19 +48,15 @@ class Facts:
     now: datetime
     engines: Standing
     """What engines were seen to refuse of each other."""
+    pools: Pools
+    """Empty if the spec cannot be read."""
 
     def wanted(self, component: Component) -> int:
-        """Pods that the spec asks for."""
-        return 0 if self.spec is None else wanted_pods(self.spec, component)
-
-
-def wanted_pods(spec: DisaggInferenceSpec, component: Component) -> int:
-    """How many pods a spec asks for."""
-    if spec.suspend:
-        return 0
-    if component is Component.ROUTER:
-        return spec.router.replicas
-    return (spec.prefill if component is Component.PREFILL else spec.decode).fixed_replicas
+        """Pods that are wanted."""
+        if component is Component.ROUTER:
+            return 0 if self.spec is None or self.spec.suspend else self.spec.router.replicas
+        pool = self.pools.get(component)
+        return pool.size if pool is not None else 0
 
 
 class Stage(Enum):

@@ -10,7 +10,7 @@ import yaml
 from .api.base import API_VERSION
 from .config import Settings
 from .naming import KIND, Manifest
-from .plan import read
+from .plan import read, rendered
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Ask about DisaggInferences.")
 
@@ -53,7 +53,7 @@ def _render(item: Manifest, namespace: str, settings: Settings) -> str:
         typer.echo(f"{meta['name']}: {wanted.refusal.reason}: {wanted.refusal.message}", err=True)
         raise typer.Exit(1)
     # The Secret without its keys: they are made in the cluster and shown to nobody.
-    objects = (wanted.secret, *wanted.manifests)
+    objects = (wanted.secret, *rendered(wanted))
     return yaml.dump_all(objects, Dumper=_Plain, sort_keys=False, width=120, explicit_start=True)
 
 

@@ -20,7 +20,16 @@ from kubernetes.aio.config import load_incluster_config, load_kube_config
 
 from .api.base import GROUP, VERSION
 from .errors import GoneError, KubeError, UnavailableError, classify
-from .naming import FIELD_MANAGER, KIND, LABEL_MANAGED_BY, LABEL_NAME, PLURAL, Manifest
+from .naming import (
+    FIELD_MANAGER,
+    KIND,
+    LABEL_MANAGED_BY,
+    LABEL_NAME,
+    PLURAL,
+    SCALER_KIND,
+    SCALER_PLURAL,
+    Manifest,
+)
 
 _log = logging.getLogger(__name__)
 _APPLY = "application/apply-patch+yaml"
@@ -51,6 +60,7 @@ class Resource:
 
 RESOURCES: Mapping[str, Resource] = {
     KIND: Resource(f"{GROUP}/{VERSION}", PLURAL),
+    SCALER_KIND: Resource(f"{GROUP}/{VERSION}", SCALER_PLURAL),
     "StatefulSet": Resource("apps/v1", "statefulsets"),
     "Deployment": Resource("apps/v1", "deployments"),
     "Service": Resource("v1", "services"),

@@ -7,12 +7,14 @@ from enum import StrEnum
 from typing import Any
 
 from .api.base import API_VERSION, GROUP
+from .api.types import KIND as KIND
+from .api.types import PLURAL as PLURAL
+from .api.types import SCALER_KIND as SCALER_KIND
+from .api.types import SCALER_PLURAL as SCALER_PLURAL
 
 Manifest = dict[str, Any]
 """A Kubernetes object as JSON data."""
 
-KIND = "DisaggInference"
-PLURAL = "disagginferences"
 FIELD_MANAGER = "disagg-operator"
 
 HTTP_PORT = 8000
@@ -24,11 +26,15 @@ LABEL_NAME = f"{GROUP}/name"
 LABEL_ROLE = f"{GROUP}/role"
 LABEL_REVISION = f"{GROUP}/revision"
 LABEL_MODE = f"{GROUP}/transfer-mode"
+LABEL_KEEP = f"{GROUP}/keep"
+"""On the Service of engines, and so on their EndpointSlices: pods from this ordinal on are leaving and take no new turns."""
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 ANNOTATION_APPLIED = f"{GROUP}/applied"
 """On every child: the hash of what was applied last. Says, without asking anybody, whether a write is due."""
 ANNOTATION_CONFIG = f"{GROUP}/config"
 """On the router's pod template: the hash of its configuration, so that a change rolls the router."""
+ANNOTATION_LEAVING = f"{GROUP}/leaving-since"
+"""On the same Service: since when they are."""
 ANNOTATION_ROTATED = f"{GROUP}/keys-rotated-at"
 """On the Secret of the control channel: when its keys were last shifted."""
 
@@ -53,7 +59,7 @@ def engine_name(name: str, role: Component, revision: str) -> str:
 
 
 def role_name(name: str, role: Component) -> str:
-    """What a component has once, whatever the revision: the router's objects, a role's disruption budget."""
+    """What a component has once, whatever the revision: the router's objects, a role's disruption budget and scaler."""
     return f"{name}-{role}"
 
 

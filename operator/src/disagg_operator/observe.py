@@ -47,6 +47,12 @@ class Pod:
     address: str | None = None
     """Its IP address, once it has one."""
 
+    @property
+    def ordinal(self) -> int:
+        """Its place in its StatefulSet; of another pod -1. The highest goes first."""
+        number = self.name.rpartition("-")[2]
+        return int(number) if number.isdecimal() else -1
+
 
 @dataclass(frozen=True)
 class Workload:

@@ -4,8 +4,8 @@
 events for what changed in it, and when to look again.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from pydantic import ValidationError
@@ -14,15 +14,16 @@ from .api.conditions import ConditionType, Reason, find, merge
 from .api.status import Condition, ConditionStatus
 from .api.support import not_implemented
 from .api.types import DisaggInference, DisaggInferenceSpec, DisaggInferenceStatus, RoleStatus, TransferStatus
-from .assess import Facts, Refusal, claims, is_trouble, wanted_pods
-from .build.children import Children, Owner, build_children
+from .assess import Facts, Refusal, claims, is_trouble
+from .build.children import Children, Owner, build_children, sealed
 from .build.overlay import OverlayError
 from .config import Settings
 from .control_secret import KeyPolicy, SecretWrite, build_control_secret, next_write
-from .drift import is_due
+from .drift import covers, is_due
 from .mismatch import UNSEEN, Standing
-from .naming import ENGINES, LABEL_REVISION, Component, Manifest, endpoint
+from .naming import ENGINES, LABEL_REVISION, SCALER_KIND, Component, Manifest, endpoint
 from .observe import ObjectKey, Observed
+from .pools import Pool, Pools, fit, fixed_pools, pools
 from .reserved import evasions
 from .revision import differences, revision
 from .rollout import RevisionState, Step, next_step
@@ -49,6 +50,7 @@ class Wanted:
     refusal: Refusal | None
     target: str
     manifests: tuple[Manifest, ...] = ()
+    """Of all children, before the sizes of pools that are known only from the cluster."""
     secret: Manifest | None = None
     """The control channel's, without its keys; it is never applied but written as `control_secret` decides."""
 
@@ -70,6 +72,8 @@ class Plan:
     """With the uid of the object that was looked at, if it exists: another one of that name is not overwritten."""
     prune: tuple[Manifest, ...] = ()
     """Objects of ours that nothing asks for any more."""
+    pools: Pools = field(default_factory=dict)
+    """Empty if the spec cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -146,19 +150,46 @@ def _old_status(resource: Manifest) -> DisaggInferenceStatus:
 
 def make_plan(wanted: Wanted, observed: Observed, now: datetime, policy: KeyPolicy) -> Plan:
     """What to apply and prune. A refused spec leaves everything as it is."""
-    step = next_step(wanted.target, revisions(wanted, observed, now), _served(wanted.previous, now))
+    sizes = _pools(wanted, observed, now)
+    step = next_step(wanted.target, revisions(wanted, observed, sizes, now), _served(wanted.previous, now))
     if wanted.refusal is not None:
-        return Plan(step)
+        return Plan(step, pools=sizes)
     taken = {(stranger.kind, stranger.name) for stranger in observed.strangers}
     apply = tuple(
         _pinned(manifest, observed.live.get(key_of(manifest)))
-        for manifest in wanted.manifests
-        if key_of(manifest) not in taken and is_due(manifest, observed.live.get(key_of(manifest)))
+        for manifest in _sized(wanted, sizes)
+        if key_of(manifest) not in taken and _is_due(manifest, observed.live.get(key_of(manifest)))
     )
     prune = tuple(
         item for key, item in observed.live.items() if key not in wanted.keys and not _is_kept(item, step)
     )
-    return Plan(step, _secret_write(wanted, observed, taken, now, policy), apply, prune)
+    return Plan(step, _secret_write(wanted, observed, taken, now, policy), apply, prune, sizes)
+
+
+def _pools(wanted: Wanted, observed: Observed, now: datetime) -> Pools:
+    if wanted.spec is None:
+        return {}
+    return pools(wanted.owner.name, wanted.spec, wanted.target, observed, now)
+
+
+def _sized(wanted: Wanted, sizes: Pools) -> Iterator[Manifest]:
+    for manifest in fit(wanted.owner.name, wanted.manifests, wanted.target, sizes):
+        yield sealed(manifest, wanted.owner)
+
+
+def _is_due(manifest: Manifest, live: Manifest | None) -> bool:
+    """Of a scaler that is there, the number is whoever's who scales: only what marks it as ours is kept up."""
+    if manifest["kind"] != SCALER_KIND or live is None:
+        return is_due(manifest, live)
+    ours = manifest["metadata"]
+    return not covers(
+        live["metadata"], {"labels": ours["labels"], "ownerReferences": ours["ownerReferences"]}
+    )
+
+
+def rendered(wanted: Wanted) -> tuple[Manifest, ...]:
+    """All children of a new object, as they would be applied."""
+    return () if wanted.spec is None else tuple(_sized(wanted, fixed_pools(wanted.spec)))
 
 
 def _secret_write(
@@ -178,7 +209,7 @@ def _served(previous: DisaggInferenceStatus, now: datetime) -> str | None:
     return None if lost and now - decode.last_transition_time > COMES_BACK else previous.revision
 
 
-def revisions(wanted: Wanted, observed: Observed, now: datetime) -> list[RevisionState]:
+def revisions(wanted: Wanted, observed: Observed, sizes: Pools, now: datetime) -> list[RevisionState]:
     """Every revision that has engines, and how far each can serve."""
     # Workloads are in the order of their age: of a revision's two, the older one tells the revision's.
     found = {w.revision: w for w in reversed(observed.workloads) if w.revision is not None}
@@ -188,14 +219,14 @@ def revisions(wanted: Wanted, observed: Observed, now: datetime) -> list[Revisio
             created=workload.created,
             prefill_ready=observed.ready(Component.PREFILL, name),
             decode_ready=observed.ready(Component.DECODE, name),
-            complete=name == wanted.target and _is_complete(wanted, observed, now),
+            complete=name == wanted.target and _is_complete(wanted, observed, sizes, now),
         )
         for name, workload in found.items()
         if name is not None
     ]
 
 
-def _is_complete(wanted: Wanted, observed: Observed, now: datetime) -> bool:
+def _is_complete(wanted: Wanted, observed: Observed, sizes: Pools, now: datetime) -> bool:
     """Whether the target's engines are as the spec asks, all of them, and have been long enough for routers to know."""
     if wanted.spec is None or wanted.refusal is not None:
         return False
@@ -208,7 +239,7 @@ def _is_complete(wanted: Wanted, observed: Observed, now: datetime) -> bool:
             for pod in observed.pods_of(component, wanted.target)
             if pod.ready_since is not None and now - pod.ready_since >= SETTLE
         ]
-        if len(known) < wanted_pods(wanted.spec, component):
+        if len(known) < sizes[component].size:
             return False
     return True
 
@@ -232,7 +263,11 @@ def report(
         kv_transfer=_transfer(wanted.spec),
         endpoint=_endpoint(wanted),
     )
-    return Report(status, notices(wanted.previous.conditions, conditions), _look_again(conditions))
+    return Report(
+        status,
+        notices(wanted.previous.conditions, conditions),
+        _soonest(_look_again(conditions), *(_ends(pool, now) for pool in plan.pools.values())),
+    )
 
 
 def report_blind(wanted: Wanted, failure: Exception, now: datetime) -> Report:
@@ -274,6 +309,7 @@ def _facts(
         previous=wanted.previous.conditions,
         now=now,
         engines=engines,
+        pools=plan.pools,
     )
 
 
@@ -293,6 +329,7 @@ def _role_status(facts: Facts, component: Component) -> RoleStatus:
         facts.observed.ready(component),
     )
     updated = [pod for pod in pods if not engines or pod.revision == facts.target]
+    pool = facts.pools.get(component)
     return RoleStatus(
         name=str(component),
         revision=(facts.target or None) if engines else None,
@@ -301,6 +338,8 @@ def _role_status(facts: Facts, component: Component) -> RoleStatus:
         updated_replicas=len(updated),
         ready_replicas=ready,
         ready=f"{ready}/{desired}",
+        leaving_replicas=pool.leaving if pool else 0,
+        leaving_until=pool.leaving_until if pool else None,
     )
 
 
@@ -323,6 +362,14 @@ def _look_again(conditions: Sequence[Condition]) -> float | None:
     if find(conditions, ConditionType.STALLED):
         return LOOK_AGAIN_STALLED
     return None
+
+
+def _ends(pool: Pool, now: datetime) -> float | None:
+    return None if pool.leaving_until is None else max((pool.leaving_until - now).total_seconds(), 0.0)
+
+
+def _soonest(*seconds: float | None) -> float | None:
+    return min((s for s in seconds if s is not None), default=None)
 
 
 def notices(before: Sequence[Condition], after: Sequence[Condition]) -> tuple[Notice, ...]:

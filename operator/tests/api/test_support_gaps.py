@@ -20,7 +20,6 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         "3 beside 2 in prefill",
     ),
     ("spec.kvTransfer.loadFailurePolicy", {"kvTransfer": {"loadFailurePolicy": "Fail"}}, "Fail"),
-    ("spec.autoscaling.mode", {"autoscaling": {"mode": "External"}}, "External"),
     ("spec.rollout.strategy", {"rollout": {"strategy": "Recreate"}}, "Recreate"),
     ("spec.rollout.maxSurge", {"rollout": {"maxSurge": 0}}, "0"),
     ("spec.rollout.maxUnavailable", {"rollout": {"maxUnavailable": 1}}, "1"),

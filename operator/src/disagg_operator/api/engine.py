@@ -303,6 +303,16 @@ class Drain(ApiObject):
             description="How long running turns may take to finish once the pod takes no new ones.",
         ),
     ] = 120
+    handover_seconds: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=86_400,
+            description="When the pool gets smaller: how long the pods that will go take no new turns before they are stopped, while "
+            "the conversations' next turns bring the KV elsewhere. In mode BidirectionalPull never less than "
+            "kvTransfer.decodeRetentionSeconds for decode.",
+        ),
+    ] = 60
 
 
 class Role(ApiObject):

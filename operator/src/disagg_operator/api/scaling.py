@@ -120,9 +120,9 @@ class Autoscaling(ApiObject):
     mode: Annotated[
         AutoscalingMode,
         Field(
-            description="Disabled: replicas, or scaling.minReplicas, hold. Advisory (decide and report), Auto (decide and scale) "
-            "and External (an HPA or KEDA owns the DisaggInferenceScalers) need scaling in both roles and are not "
-            "implemented yet."
+            description="Disabled: replicas, or scaling.minReplicas, hold. The others need scaling in both roles, whose sizes then "
+            "live in DisaggInferenceScalers. Advisory: decide and report, change nothing. Auto: decide and scale. External: "
+            "an HPA, KEDA or `kubectl scale` owns the DisaggInferenceScalers; what Auto would do is reported."
         ),
     ] = AutoscalingMode.DISABLED
     signal: Annotated[
@@ -131,6 +131,15 @@ class Autoscaling(ApiObject):
     ] = Signal.KV_REUSE_RATIO
     window_seconds: Annotated[int, Field(ge=10, le=3600, description="Over what time load is measured.")] = 60
     ratio: Annotated[RatioBounds, Field(description="Bounds of prefill pods per decode pod.")] = RatioBounds()
+    max_devices: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=100_000,
+            description="Most devices (GPUs) of both pools together that growing may come to; no limit if absent. Nothing that "
+            "runs is taken away for it.",
+        ),
+    ] = None
     targets: Annotated[ScalingTargets, Field(description="What the pools are sized for.")] = ScalingTargets()
     behavior: Annotated[Behavior, Field(description="How fast pools change.")] = Behavior()
 

@@ -56,6 +56,10 @@ class RoleStatus(ApiObject):
     updated_replicas: Annotated[int, Field(description="Pods of the revision above.")] = 0
     ready_replicas: Annotated[int, Field(description="Pods that are ready, of all revisions.")] = 0
     ready: Annotated[str, Field(description="readyReplicas/desiredReplicas, for kubectl's columns.")] = ""
+    leaving_replicas: Annotated[
+        int, Field(description="Pods of these that take no new turns, because the pool gets smaller.")
+    ] = 0
+    leaving_until: Annotated[Time | None, Field(description="When they are stopped.")] = None
 
 
 class TransferStatus(ApiObject):
@@ -96,19 +100,84 @@ class RoleScalingStatus(ApiObject):
     current_replicas: Annotated[int, Field(description="Size at the decision.")]
     desired_replicas: Annotated[int, Field(description="Size decided for.")]
     need_milli: Annotated[
-        int, Field(description="Computed need in thousandths of a pod, before bounds and damping.")
+        int | None,
+        Field(
+            description="Computed need in thousandths of a pod, before bounds and damping; absent if it is not known."
+        ),
+    ] = None
+    limited_by: Annotated[
+        str | None, Field(description="What kept the decision from the need, or moved it beyond.")
+    ] = None
+
+
+class ScalingInputsStatus(ApiObject):
+    """What a decision rested on. Shares are in thousandths."""
+
+    offered_tokens_per_second: Annotated[
+        int, Field(description="Prompt tokens that were sent to prefill, with the trend.")
     ]
-    limited_by: Annotated[str | None, Field(description="What kept the decision from the need.")] = None
+    backlog_tokens: Annotated[int, Field(description="Prompt tokens of requests that wait.")]
+    reuse_milli: Annotated[int, Field(description="Reuse over the window, as measured.")]
+    growing_reuse_milli: Annotated[int, Field(description="Reuse that growing counts on.")]
+    growing_remote_reuse_milli: Annotated[
+        int, Field(description="Of it, the share that decode brought to prefill.")
+    ]
+    shrinking_reuse_milli: Annotated[int, Field(description="Reuse that shrinking counts on.")]
+    tokens_per_second_per_pod: Annotated[
+        int | None,
+        Field(description="Prompt tokens that one prefill pod computes per second, configured or learned."),
+    ] = None
+    remote_token_cost_milli: Annotated[
+        int | None,
+        Field(
+            description="Cost of a token that decode brought, of a computed one's; configured, learned or assumed."
+        ),
+    ] = None
+    decode_pods: Annotated[int, Field(description="Decode pods that were measured.")]
+    kv_usage_milli: Annotated[
+        int, Field(description="KV cache in use, mean of the fuller half of decode's engines.")
+    ]
+    fullest_kv_usage_milli: Annotated[int, Field(description="And of the fullest.")]
+    running_requests: Annotated[int, Field(description="Requests that decode generates.")]
+    waiting_requests: Annotated[int, Field(description="Requests that wait for decode.")]
+    retained_milli: Annotated[
+        int | None,
+        Field(description="KV cache that decode keeps for prefill to read; absent if the mode keeps none."),
+    ] = None
+    ttft_milliseconds: Annotated[
+        int | None,
+        Field(description="95th percentile of the time to the first token; absent without enough turns."),
+    ] = None
+    itl_milliseconds: Annotated[
+        int | None,
+        Field(description="95th percentile of the time between tokens; absent without enough tokens."),
+    ] = None
+
+
+class LearnedStatus(ApiObject):
+    """What the engines' figures say of their speed. An operator that starts anew goes on from it."""
+
+    prefill_tokens_per_second: Annotated[
+        int | None, Field(description="Prompt tokens that one prefill pod computes per second.")
+    ] = None
+    remote_token_cost_milli: Annotated[
+        int | None,
+        Field(description="Cost of a token that decode brought, in thousandths of a computed one."),
+    ] = None
 
 
 class ScalingStatus(ApiObject):
-    """The latest autoscaling decision."""
+    """The latest autoscaling decision. Written when it changes, and once a minute for its numbers."""
 
     decided_time: Annotated[Time, Field(description="When it was made.")]
     reason: Annotated[str, Field(description="Why, as one CamelCase word.")]
     message: Annotated[str, Field(description="Why, with the numbers.")] = ""
     prefill: Annotated[RoleScalingStatus | None, Field(description="On prefill.")] = None
     decode: Annotated[RoleScalingStatus | None, Field(description="On decode.")] = None
+    inputs: Annotated[
+        ScalingInputsStatus | None, Field(description="What it rested on; absent if too little was known.")
+    ] = None
+    learned: Annotated[LearnedStatus | None, Field(description="What was learned so far.")] = None
 
 
 class DisaggInferenceStatus(ApiObject):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .engine import Parallelism
 from .inference import DisaggInferenceSpec
-from .scaling import AutoscalingMode, RolloutStrategy
+from .scaling import RolloutStrategy
 from .transfer import LoadFailurePolicy
 
 
@@ -65,7 +65,7 @@ def _unless(implemented: str) -> Callable[[str], str | None]:
     return lambda value: None if value == implemented else value
 
 
-_scaling, _strategy = _unless(AutoscalingMode.DISABLED), _unless(RolloutStrategy.PAIRED)
+_strategy = _unless(RolloutStrategy.PAIRED)
 
 NOT_IMPLEMENTED: tuple[Gap, ...] = (
     Gap("spec.model.uri", _uri, "hf://, pvc:// or file://"),
@@ -73,7 +73,6 @@ NOT_IMPLEMENTED: tuple[Gap, ...] = (
     *_parallelism_gaps("decode", lambda s: s.decode.parallelism),
     Gap("spec.decode.parallelism.tensor", _indivisible_tensor, "a multiple or a divisor of prefill's"),
     Gap("spec.kvTransfer.loadFailurePolicy", _load_failure, LoadFailurePolicy.RECOMPUTE),
-    Gap("spec.autoscaling.mode", lambda s: _scaling(s.autoscaling.mode), AutoscalingMode.DISABLED),
     Gap("spec.rollout.strategy", lambda s: _strategy(s.rollout.strategy), RolloutStrategy.PAIRED),
     Gap("spec.rollout.maxSurge", lambda s: _above(-1, s.rollout.max_surge), "no maxSurge"),
     Gap("spec.rollout.maxUnavailable", lambda s: _above(0, s.rollout.max_unavailable), "0"),
