@@ -104,6 +104,7 @@ class Setting:
             self._random,
             lambda key, conditions: None,
             _no_pages,
+            lambda: (self.now - START).total_seconds(),
         )
 
     def _random(self, size: int) -> bytes:

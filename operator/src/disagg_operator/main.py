@@ -13,6 +13,7 @@ from typing import Any
 
 from . import health
 from .api.status import Condition
+from .autoscale import Course
 from .config import Settings
 from .errors import KubeError
 from .handlers import watch_children, watch_resources
@@ -40,7 +41,14 @@ class Operator:
         self.queue: WorkQueue[Key] = WorkQueue(loop)
         self.metrics.watch_queue(lambda: len(self.queue))
         self._reconciler = Reconciler(
-            kube, settings, lambda: datetime.now(UTC), os.urandom, self._show, read_pages
+            kube,
+            settings,
+            lambda: datetime.now(UTC),
+            os.urandom,
+            self._show,
+            read_pages,
+            time.monotonic,
+            self._show_course,
         )
         self._began: dict[Key, float] = {}
         self._waiting_for = f"the CRD of {KIND}"
@@ -125,6 +133,9 @@ class Operator:
 
     def _show(self, key: Key, conditions: tuple[Condition, ...]) -> None:
         self.metrics.show_conditions(key.namespace, key.name, conditions)
+
+    def _show_course(self, key: Key, course: Course | None) -> None:
+        self.metrics.show_course(key.namespace, key.name, course)
 
     def _stuck(self) -> str | None:
         now = time.monotonic()

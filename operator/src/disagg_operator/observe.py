@@ -46,6 +46,7 @@ class Pod:
     """What keeps it from becoming ready, if it is more than time."""
     address: str | None = None
     """Its IP address, once it has one."""
+    created: datetime | None = None
 
     @property
     def ordinal(self) -> int:
@@ -224,6 +225,7 @@ def _pod(item: Manifest, events: Sequence[Manifest]) -> Pod:
         leaving="deletionTimestamp" in meta,
         trouble=None if ready else pod_trouble(item, events),
         address=status.get("podIP"),
+        created=_time(meta["creationTimestamp"]) if "creationTimestamp" in meta else None,
     )
 
 

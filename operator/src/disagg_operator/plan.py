@@ -10,18 +10,21 @@ from datetime import datetime, timedelta
 
 from pydantic import ValidationError
 
-from .api.conditions import ConditionType, Reason, find, merge
+from .api.conditions import Claim, ConditionType, Reason, find, merge
+from .api.scaling import AutoscalingMode
 from .api.status import Condition, ConditionStatus
 from .api.support import not_implemented
 from .api.types import DisaggInference, DisaggInferenceSpec, DisaggInferenceStatus, RoleStatus, TransferStatus
 from .assess import Facts, Refusal, claims, is_trouble
+from .autoscale import TICK_SECONDS, Course, claim, reuse, summary, told
 from .build.children import Children, Owner, build_children, sealed
 from .build.overlay import OverlayError
+from .build.scalers import build_scaler, scaler_status
 from .config import Settings
 from .control_secret import KeyPolicy, SecretWrite, build_control_secret, next_write
 from .drift import covers, is_due
 from .mismatch import UNSEEN, Standing
-from .naming import ENGINES, LABEL_REVISION, SCALER_KIND, Component, Manifest, endpoint
+from .naming import ENGINES, LABEL_REVISION, SCALER_KIND, Component, Manifest, endpoint, role_name
 from .observe import ObjectKey, Observed
 from .pools import Pool, Pools, fit, fixed_pools, pools
 from .reserved import evasions
@@ -72,6 +75,8 @@ class Plan:
     """With the uid of the object that was looked at, if it exists: another one of that name is not overwritten."""
     prune: tuple[Manifest, ...] = ()
     """Objects of ours that nothing asks for any more."""
+    statuses: tuple[Manifest, ...] = ()
+    """Of scalers, where they are not true any more."""
     pools: Pools = field(default_factory=dict)
     """Empty if the spec cannot be read."""
 
@@ -163,7 +168,8 @@ def make_plan(wanted: Wanted, observed: Observed, now: datetime, policy: KeyPoli
     prune = tuple(
         item for key, item in observed.live.items() if key not in wanted.keys and not _is_kept(item, step)
     )
-    return Plan(step, _secret_write(wanted, observed, taken, now, policy), apply, prune, sizes)
+    secret = _secret_write(wanted, observed, taken, now, policy)
+    return Plan(step, secret, apply, prune, _scaler_statuses(wanted, observed), sizes)
 
 
 def _pools(wanted: Wanted, observed: Observed, now: datetime) -> Pools:
@@ -185,6 +191,49 @@ def _is_due(manifest: Manifest, live: Manifest | None) -> bool:
     return not covers(
         live["metadata"], {"labels": ours["labels"], "ownerReferences": ours["ownerReferences"]}
     )
+
+
+def _scaler_statuses(wanted: Wanted, observed: Observed) -> tuple[Manifest, ...]:
+    found = []
+    for component in ENGINES:
+        scaler = observed.live.get((SCALER_KIND, role_name(wanted.owner.name, component)))
+        if scaler is None or key_of(scaler) not in wanted.keys:
+            continue
+        meta = scaler["metadata"]
+        pods = len(observed.pods_of(component))
+        status = scaler_status(wanted.owner.name, component, pods, meta["generation"])
+        if scaler.get("status") != status:
+            named = {key: meta[key] for key in ("namespace", "name", "uid")}
+            found.append(
+                {
+                    "apiVersion": scaler["apiVersion"],
+                    "kind": scaler["kind"],
+                    "metadata": named,
+                    "status": status,
+                }
+            )
+    return tuple(found)
+
+
+def scaler_writes(wanted: Wanted, observed: Observed, course: Course) -> tuple[Manifest, ...]:
+    """The scalers with the sizes that were decided on just now, where they are others; nothing unless the mode is Auto."""
+    decision = course.decision
+    if wanted.spec is None or wanted.spec.autoscaling.mode is not AutoscalingMode.AUTO or decision is None:
+        return ()
+    writes = []
+    for component in ENGINES:
+        size = decision.desired.of(component)
+        manifest = build_scaler(wanted.owner.name, wanted.owner.namespace, component, size)
+        live = observed.live.get(key_of(manifest))
+        if live is not None and live["spec"]["replicas"] != size:
+            writes.append(_pinned(sealed(manifest, wanted.owner), live))
+    return tuple(writes)
+
+
+def is_rolling_out(wanted: Wanted, observed: Observed, plan: Plan) -> bool:
+    """Whether engines are being replaced, by those of another revision or in place."""
+    replaced = any(w.component in ENGINES and not w.settled for w in observed.workloads)
+    return replaced or plan.step.keep is not None or plan.step.serving != wanted.target
 
 
 def rendered(wanted: Wanted) -> tuple[Manifest, ...]:
@@ -251,23 +300,45 @@ def report(
     failures: Sequence[Exception],
     now: datetime,
     engines: Standing = UNSEEN,
+    course: Course | None = None,
 ) -> Report:
-    """The status to write and the events to send, whatever became of the plan."""
+    """The status to write and the events to send, whatever became of the plan. `course` is None if nothing is autoscaled."""
     facts = _facts(wanted, observed, plan, failures, now, engines)
-    conditions = merge(wanted.previous.conditions, claims(facts), generation=wanted.generation, now=now)
+    about_scaling: tuple[Claim, ...] = () if course is None else (claim(course),)
+    held = (*claims(facts), *about_scaling)
+    conditions = merge(wanted.previous.conditions, held, generation=wanted.generation, now=now)
+    scaling = None if course is None else told(course, wanted.previous.scaling)
     status = DisaggInferenceStatus(
         observed_generation=wanted.generation,
         conditions=conditions,
         roles=tuple(_role_status(facts, component) for component in Component),
         revision=_serving(wanted, observed, plan),
         kv_transfer=_transfer(wanted.spec),
+        reuse=None if course is None else reuse(course, wanted.previous.reuse, scaling),
+        scaling=scaling,
         endpoint=_endpoint(wanted),
     )
-    return Report(
-        status,
-        notices(wanted.previous.conditions, conditions),
-        _soonest(_look_again(conditions), *(_ends(pool, now) for pool in plan.pools.values())),
+    events = notices(wanted.previous.conditions, conditions)
+    if course is not None and wanted.spec is not None and scaling is not wanted.previous.scaling:
+        events += _resizes(course, wanted.spec.autoscaling.mode)
+    again = _soonest(
+        _look_again(conditions),
+        None if course is None else TICK_SECONDS,
+        *(_ends(pool, now) for pool in plan.pools.values()),
     )
+    return Report(status, events, again)
+
+
+def _resizes(course: Course, mode: AutoscalingMode) -> tuple[Notice, ...]:
+    """An event for a decision that changes a size; whoever owns the sizes in mode External tells of them itself."""
+    decision = course.decision
+    if decision is None or decision.desired == decision.current or mode is AutoscalingMode.EXTERNAL:
+        return ()
+    grown = any(decision.desired.of(role) > decision.current.of(role) for role in ENGINES)
+    reason = Reason.SCALED_UP if grown else Reason.SCALED_DOWN
+    if mode is AutoscalingMode.ADVISORY:
+        reason = Reason.SCALING_ADVISED
+    return (Notice("Normal", reason, summary(decision)),)
 
 
 def report_blind(wanted: Wanted, failure: Exception, now: datetime) -> Report:
@@ -281,6 +352,8 @@ def report_blind(wanted: Wanted, failure: Exception, now: datetime) -> Report:
             "conditions": (*new.values(), *kept),
             "roles": previous.roles,
             "revision": previous.revision,
+            "reuse": previous.reuse,
+            "scaling": previous.scaling,
         }
     )
     return Report(status, notices(previous.conditions, status.conditions), said.look_again_after)

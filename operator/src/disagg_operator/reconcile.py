@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from . import autoscale
 from .api.status import Condition
 from .config import Settings
 from .control_secret import KeyPolicy, SecretWrite
@@ -16,7 +17,19 @@ from .mismatch import Standing, is_due, look, resume, targets, unlearn
 from .naming import KIND, Manifest
 from .observe import Observed
 from .pages import Answer, Target
-from .plan import Notice, Plan, Report, Wanted, key_of, make_plan, read, report, report_blind
+from .plan import (
+    Notice,
+    Plan,
+    Report,
+    Wanted,
+    is_rolling_out,
+    key_of,
+    make_plan,
+    read,
+    report,
+    report_blind,
+    scaler_writes,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +51,8 @@ ReadPages = Callable[[Mapping[str, Target]], Awaitable[Mapping[str, Answer]]]
 
 @dataclass(frozen=True)
 class Reconciler:
-    """Passes over DisaggInferences. Remembers nothing between them but what engines had counted when last looked at."""
+    """Passes over DisaggInferences. Remembers nothing between them but what was seen of pods' metrics, and what autoscaling made of
+    it."""
 
     kube: Kube
     settings: Settings
@@ -48,7 +62,12 @@ class Reconciler:
     on_conditions: Callable[[Key, tuple[Condition, ...]], None]
     """Told the conditions after each pass, none when the object is gone."""
     read_pages: ReadPages
+    even_clock: Callable[[], float]
+    """Seconds that nobody sets: load is a matter of how much time went by."""
+    on_course: Callable[[Key, autoscale.Course | None], None] = lambda key, course: None
+    """Told the autoscaling after each pass, None if there is none."""
     _standings: dict[Key, Standing] = field(default_factory=dict)
+    _courses: dict[Key, autoscale.Course] = field(default_factory=dict)
 
     async def reconcile(self, key: Key) -> float | None:
         """Makes the cluster what the object asks for, as far as one pass can.
@@ -59,7 +78,9 @@ class Reconciler:
         resource = await self.kube.get(KIND, key.namespace, key.name)
         if resource is None or "deletionTimestamp" in resource["metadata"]:
             self.on_conditions(key, ())
+            self.on_course(key, None)
             self._standings.pop(key, None)
+            self._courses.pop(key, None)
             return None  # the garbage collector takes the children
         wanted = read(resource, self.settings)
         said, failures = await self._act(key, resource, wanted)
@@ -80,7 +101,31 @@ class Reconciler:
             return report_blind(wanted, error, self.clock()), [error]
         failures = await self._carry_out(key, resource, plan)
         engines = await self._look(key, wanted, observed)
-        return report(wanted, observed, plan, failures, self.clock(), engines), failures
+        course = await self._autoscale(key, wanted, observed, plan, failures)
+        return report(wanted, observed, plan, failures, self.clock(), engines, course), failures
+
+    async def _autoscale(
+        self, key: Key, wanted: Wanted, observed: Observed, plan: Plan, failures: list[Exception]
+    ) -> autoscale.Course | None:
+        """What becomes of the sizes; a scaler that is written here makes a pass of its own."""
+        spec, serving = wanted.spec, plan.step.serving
+        if spec is None or not autoscale.is_active(spec) or wanted.refusal is not None:
+            self._courses.pop(key, None)
+            self.on_course(key, None)
+            return None
+        course = self._courses.get(key)
+        if course is None or (course.uid, course.revision) != (wanted.owner.uid, serving):
+            course = autoscale.begin(wanted.owner.uid, wanted.previous, serving)
+        if autoscale.is_due(course, self.even_clock()):
+            pages = await self.read_pages(autoscale.targets(observed, key.namespace, serving))
+            now, rolling_out = self.clock(), is_rolling_out(wanted, observed, plan)
+            hold = autoscale.why_held(spec, observed, rolling_out=rolling_out, now=now)
+            course = autoscale.look(course, spec, observed, plan.pools, pages, hold, self.even_clock(), now)
+            for manifest in scaler_writes(wanted, observed, course):
+                await self._apply(key, manifest, failures)
+        self._courses[key] = course
+        self.on_course(key, course)
+        return course
 
     async def _look(self, key: Key, wanted: Wanted, observed: Observed) -> Standing:
         """What engines refuse of each other; they are looked at last, so that nothing waits for it."""
@@ -104,11 +149,9 @@ class Reconciler:
             except KubeError as error:
                 failures.append(error)
         for manifest in plan.apply:
-            try:
-                await self.kube.apply(manifest)
-                _log.info("%s: applied %s %s", key, *key_of(manifest))
-            except KubeError as error:
-                failures.append(error)
+            await self._apply(key, manifest, failures)
+        for manifest in plan.statuses:
+            await self._apply(key, manifest, failures, status=True)
         for item in plan.prune:
             kind, name = key_of(item)
             try:
@@ -117,6 +160,16 @@ class Reconciler:
             except KubeError as error:
                 failures.append(error)
         return failures
+
+    async def _apply(
+        self, key: Key, manifest: Manifest, failures: list[Exception], *, status: bool = False
+    ) -> None:
+        try:
+            await self.kube.apply(manifest, status=status)
+            if not status:
+                _log.info("%s: applied %s %s", key, *key_of(manifest))
+        except KubeError as error:
+            failures.append(error)
 
     async def _write_secret(self, key: Key, resource: Manifest, write: SecretWrite) -> None:
         await (self.kube.replace if write.exists else self.kube.create)(write.manifest)

@@ -118,6 +118,16 @@ class Reason(StrEnum):
     """Autoscaling has what it needs to decide."""
     METRICS_UNAVAILABLE = "MetricsUnavailable"
     """Metrics are missing or stale, so sizes are held."""
+    SCALING_HELD = "ScalingHeld"
+    """Sizes are held until something else is over: a rollout, pods that find no node."""
+    RATIO_CONFLICT = "RatioConstraintViolated"
+    """autoscaling.ratio and the roles' bounds cannot both be kept at this load, so sizes are held."""
+    SCALED_UP = "ScaledUp"
+    """A pool was made larger. Told as an event alone, as the next two."""
+    SCALED_DOWN = "ScaledDown"
+    """A pool was made smaller."""
+    SCALING_ADVISED = "ScalingAdvised"
+    """Mode Auto would have changed a size."""
 
     # The control channel's keys; told as events alone
     CONTROL_KEYS_MADE = "ControlKeysMade"
