@@ -102,6 +102,7 @@ def test_without_a_registry_it_says_what_to_set(offline: Helm) -> None:
         ("logLevel=verbose", "logLevel"),
         ("workers=0", "workers"),
         ("rotateDays=0", "rotateDays"),
+        ("prometheusURL=prometheus:9090", "prometheusURL"),
         ("image.tag=v1", "image"),
         ("watchNamespaces={Team-A}", "watchNamespaces"),
         ("images.registry=example.com/disagg/", "registry"),
@@ -126,7 +127,7 @@ def test_the_operator_understands_all_that_the_chart_sets(offline: Helm) -> None
         offline.template(
             *("--set", "watchNamespaces={team-a,team-b}", "--set", "images.pullSecrets={one,two}"),
             *("--set", "logLevel=DEBUG", "--set", "workers=7", "--set", "images.router.tag=v9"),
-            *("--set", "rotateDays=30"),
+            *("--set", "rotateDays=30", "--set", "prometheusURL=http://prometheus:9090"),
         )
     )
     settings = Settings.from_env({variable["name"]: as_in_a_pod(variable) for variable in container["env"]})
@@ -138,6 +139,7 @@ def test_the_operator_understands_all_that_the_chart_sets(offline: Helm) -> None
         watch_namespaces=("team-a", "team-b"),
         workers=7,
         resync_seconds=300,
+        prometheus_url="http://prometheus:9090",
         rotate_days=30,
         http_port=8080,
         log_level="DEBUG",

@@ -23,6 +23,7 @@ def test_everything_that_the_chart_sets() -> None:
             "LOG_LEVEL": "DEBUG",
             "WORKERS": "8",
             "RESYNC_SECONDS": "60",
+            "PROMETHEUS_URL": " http://prometheus.monitoring:9090/ ",
             "HTTP_PORT": "9090",
             "LEASE_NAME": "disagg",
             "POD_NAME": "p",
@@ -32,6 +33,7 @@ def test_everything_that_the_chart_sets() -> None:
     assert settings.image_pull_secrets == ("a", "b")
     assert settings.watch_namespaces == ("x", "y")
     assert (settings.workers, settings.resync_seconds, settings.http_port) == (8, 60.0, 9090)
+    assert settings.prometheus_url == "http://prometheus.monitoring:9090"
     assert (settings.lease_name, settings.pod_name, settings.pod_namespace) == ("disagg", "p", "system")
 
 
@@ -46,6 +48,11 @@ def test_everything_that_the_chart_sets() -> None:
         ({"RESYNC_SECONDS": "nan"}, "RESYNC_SECONDS is 'nan'"),
         ({"ROTATE_DAYS": "0.01"}, "ROTATE_DAYS is 0.01, it must be at least 0.05"),
         ({"ROTATE_DAYS": "-1"}, "ROTATE_DAYS is '-1'"),
+        (
+            {"PROMETHEUS_URL": "prometheus:9090"},
+            "PROMETHEUS_URL is 'prometheus:9090', it must be an address like",
+        ),
+        ({"PROMETHEUS_URL": "https://"}, "PROMETHEUS_URL is"),
         ({"LOG_LEVEL": "loud"}, "LOG_LEVEL is 'loud'"),
     ],
     ids=str,

@@ -401,7 +401,7 @@ BROKEN: dict[str, tuple[str, str, float | Answer]] = {
     "empty": ("p", "", ()),
     "empty on decode": ("d", "", ()),
     "HTML": ("d", "", NoPage("not a page of metrics")),
-    "half a page": ("p", "", NoPage("its page is cut off")),
+    "half a page": ("p", "", NoPage("its answer is cut off")),
     "503": ("d", "", NoPage("status 503")),
     "silence": ("p", "", NoPage("no answer within 2 s")),
 }

@@ -32,6 +32,9 @@ class Settings:
     """How often an object is looked at although nothing seems to have happened: RESYNC_SECONDS."""
     rotate_days: float = 7.0
     """Days between two rotations of the keys that engines recognize each other by: ROTATE_DAYS."""
+    prometheus_url: str = ""
+    """Prometheus that engines' and routers' metrics are read from: PROMETHEUS_URL. Empty reads them from the pods. Not for
+    users of a DisaggInference to choose: the operator connects to it."""
     http_port: int = 8080
     """Port of /healthz, /readyz and /metrics: HTTP_PORT."""
     log_level: str = "INFO"
@@ -56,6 +59,7 @@ class Settings:
             workers=int(_positive(env, "WORKERS", cls.workers)),
             resync_seconds=_positive(env, "RESYNC_SECONDS", cls.resync_seconds),
             rotate_days=_rotate_days(env, cls.rotate_days),
+            prometheus_url=_url(env, "PROMETHEUS_URL"),
             http_port=int(_positive(env, "HTTP_PORT", cls.http_port)),
             lease_name=env.get("LEASE_NAME", "").strip(),
             pod_namespace=env.get("POD_NAMESPACE", "").strip() or cls.pod_namespace,
@@ -80,6 +84,13 @@ def _one_of(env: Mapping[str, str], key: str, allowed: tuple[str, ...]) -> str |
     if value and value not in allowed:
         raise ConfigError(f"{key} is '{value}', it may be one of {', '.join(allowed)}")
     return value or None
+
+
+def _url(env: Mapping[str, str], key: str) -> str:
+    text = env.get(key, "").strip().rstrip("/")
+    if text and (not text.startswith(("http://", "https://")) or not text.partition("://")[2]):
+        raise ConfigError(f"{key} is '{text}', it must be an address like http://prometheus.monitoring:9090")
+    return text
 
 
 def _rotate_days(env: Mapping[str, str], default: float) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
-from . import health
+from . import health, scrape
 from .api.status import Condition
 from .autoscale import Course
 from .config import Settings
@@ -21,9 +21,9 @@ from .kube import CHILD_KINDS, Kube, connect
 from .lease import Lease
 from .metrics import Metrics
 from .naming import KIND
+from .prometheus import Prometheus
 from .queue import WorkQueue
-from .reconcile import Key, Reconciler
-from .scrape import read_pages
+from .reconcile import Key, ReadPages, Reconciler
 
 _log = logging.getLogger(__name__)
 STUCK_SECONDS = 600.0
@@ -46,7 +46,7 @@ class Operator:
             lambda: datetime.now(UTC),
             os.urandom,
             self._show,
-            read_pages,
+            _reader(settings),
             time.monotonic,
             self._show_course,
         )
@@ -146,6 +146,11 @@ class Operator:
 
     def _not_watching(self) -> str | None:
         return f"waiting for {self._waiting_for}" if self._waiting_for else None
+
+
+def _reader(settings: Settings) -> ReadPages:
+    """Where pods' metrics are read."""
+    return Prometheus(settings.prometheus_url).read_pages if settings.prometheus_url else scrape.read_pages
 
 
 async def _first_of(tasks: list[asyncio.Task[None]]) -> None:

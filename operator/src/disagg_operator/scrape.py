@@ -13,6 +13,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from .pages import Answer, NoPage, Page, Sample, Target
+from .web import UnusableError, read_body, why_nothing
 
 _log = logging.getLogger(__name__)
 _CONNECT_SECONDS = 1.0
@@ -51,53 +52,27 @@ async def _asked(
             async with asyncio.timeout(_PAGE_SECONDS):
                 return await _read(session, target)
     except Exception as error:  # whatever answers there, it is no reason to fail
-        why = _why(error)
+        why = why_nothing(error, _PAGE_SECONDS, "not a page of metrics")
         _log.debug("no metrics of %s: %s (%s: %s)", pod, why, type(error).__name__, error)
         return NoPage(why)
 
 
 async def _read(session: aiohttp.ClientSession, target: Target) -> Page:
     host = f"[{target.address}]" if ":" in target.address else target.address
-    return samples(await _body(session, f"http://{host}:{target.port}/metrics"), target.names)
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, aiohttp.ConnectionTimeoutError | aiohttp.ClientConnectorError):
-        return "no connection"
-    if isinstance(error, TimeoutError):
-        return f"no answer within {_PAGE_SECONDS:g} s"
-    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
-        return "its page is cut off"
-    if isinstance(error, _UnusableError):
-        return str(error)
-    return "not a page of metrics"
-
-
-class _UnusableError(ValueError):
-    """There is an answer and no page in it; the message says why."""
-
-
-async def _body(session: aiohttp.ClientSession, url: str) -> str:
-    async with session.get(url, allow_redirects=False) as answer:
-        if answer.status != 200:
-            raise _UnusableError(f"status {answer.status}")
-        body = bytearray()
-        async for chunk in answer.content.iter_any():
-            body += chunk
-            if len(body) > _MAX_BYTES:
-                raise _UnusableError(f"its page has more than {_MAX_BYTES} bytes")
-    return body.decode()
+    async with session.get(f"http://{host}:{target.port}/metrics", allow_redirects=False) as answer:
+        body = await read_body(answer, _MAX_BYTES)
+    return samples(body.decode(), target.names)
 
 
 def samples(text: str, names: Collection[str]) -> Page:
     """The samples called one of `names`; the other lines are not parsed. Raises ValueError if it is no page of metrics, if it is
     cut off, or if a line of these cannot be read."""
     if not text.strip():
-        raise _UnusableError("its page is empty")
+        raise UnusableError("an empty page")
     if _NOT_METRICS.search(text):
-        raise _UnusableError("not a page of metrics")
+        raise UnusableError("not a page of metrics")
     if not text.endswith("\n"):
-        raise _UnusableError("its page is cut off")
+        raise UnusableError("its answer is cut off")
     wanted = tuple(names)
     lines = [line for line in text.split("\n") if line.startswith(wanted)]
     found = text_string_to_metric_families("".join(f"{line}\n" for line in lines))

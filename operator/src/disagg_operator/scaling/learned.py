@@ -98,7 +98,7 @@ def learn(lessons: Lessons, pods: Mapping[str, Seen], now: float, window: float)
     """After one more look at `pods`."""
     usable = {name: seen for name, seen in pods.items() if not seen.why_missing(now)}
     prefill = {name: seen for name, seen in usable.items() if seen.component is Component.PREFILL}
-    marks = {name: mark for name, mark in lessons.marks.items() if name in pods}
+    marks = {name: mark for name, mark in lessons.marks.items() if name in pods and mark.sampled <= now}
     busy, spent, carried = (
         list(_fresh(kept, now)) for kept in (lessons.busy, lessons.spent, lessons.carried)
     )
