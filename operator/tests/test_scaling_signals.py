@@ -145,8 +145,11 @@ def test_what_is_retained_is_a_share_of_all_engines_blocks() -> None:
     kept = [("disagg_router_retained_kv_blocks", {}, 150.0)]
     pages = {
         **load(0),
-        "d0": (*decode(blocks="300"), *decode(blocks="700", engine="1")),
-        "d1": (*decode(blocks="300"), *decode(blocks="700", engine="1")),
+        "d0": (
+            *decode(blocks="1000"),
+            *decode(blocks="1000", engine="1"),
+        ),  # both engines' together, with each
+        "d1": (*decode(blocks="1000"), *decode(blocks="1000", engine="1")),
         "r0": router(more=kept),
         "r1": router(more=kept),
     }
@@ -268,6 +271,17 @@ def test_a_counter_that_begins_anew_counts_from_nothing() -> None:
         )
     assert inputs.prefill is not None
     assert inputs.prefill.tokens == 600 + 100 + 200
+
+
+def test_a_sum_that_goes_down_blinds_nobody() -> None:
+    """vLLM observes a negative prefill time of a request that fails before its first token."""
+    watch = Watch(prefill=1)
+    for n, seconds in enumerate((10.0, 20.0, -1e6, -1e6 + 5, 3.0)):
+        inputs = watch.look({**load(n), "p0": prefill(computed=100 * n, prompts=n, seconds=seconds)})
+    assert inputs.missing == ()
+    assert watch.sight.pods["p0"].increase("vllm:request_prefill_time_seconds_sum") == 10 + 0 + 5 + (
+        1e6 - 5 + 3
+    )
 
 
 def test_a_series_that_a_page_lacks_goes_on_where_it_was() -> None:

@@ -76,7 +76,7 @@ class Seen:
             last, total = self.last.get(name, {}), dict(before.get(name, {}))
             for labels, value in series.items():
                 was = last.get(labels, 0.0)
-                total[labels] = total.get(labels, 0.0) + (value - was if value >= was else value)
+                total[labels] = total.get(labels, 0.0) + (value - was if value >= was else max(0.0, value))
             totals[name] = total
         return totals
 
@@ -161,9 +161,11 @@ def _values(component: Component, answer: Answer) -> Values | str:
     for sample in answer:
         if not math.isfinite(sample.value):
             return f"{sample.name} is no finite number"
+        # A histogram's sum goes down if something less than nothing was observed, as vLLM does with requests that fail early.
+        least = -_MOST if sample.name.endswith("_sum") else 0.0
         most = 1.0 if sample.name == KV_USAGE else _MOST
-        if not 0 <= sample.value <= most:
-            return f"{sample.name} is not between 0 and {most:g}"
+        if not least <= sample.value <= most:
+            return f"{sample.name} is not between {least:g} and {most:g}"
         series = tuple(sorted(sample.labels.items()))
         if series in found.setdefault(sample.name, {}):
             return f"{sample.name} is there twice"

@@ -231,14 +231,9 @@ def _retained(decode: _Pods, routers: _Pods) -> float | None:
 
 
 def _blocks(seen: Seen) -> float:
-    """KV blocks of a pod's engines; 0 if they do not say. The same engine may be there once for each model name."""
-    by_engine: dict[str, int] = {}
-    for series in seen.page.get(CACHE_CONFIG, {}):
-        labels = dict(series)
-        engine, blocks = labels.get("engine", ""), labels.get("num_gpu_blocks", "")
-        if blocks.isdecimal() and len(blocks) <= _LONGEST:
-            by_engine[engine] = max(by_engine.get(engine, 0), int(blocks))
-    return sum(by_engine.values())
+    """KV blocks of a pod's engines; 0 if they do not say. vLLM shows the sum of all engines with each."""
+    told = (dict(series).get("num_gpu_blocks", "") for series in seen.page.get(CACHE_CONFIG, {}))
+    return max((int(blocks) for blocks in told if blocks.isdecimal() and len(blocks) <= _LONGEST), default=0)
 
 
 def _failed_share(prefill: _Pods, decode: _Pods, routers: _Pods) -> float:
