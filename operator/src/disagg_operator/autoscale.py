@@ -146,6 +146,7 @@ def limits(spec: DisaggInferenceSpec, observed: Observed) -> Limits:
     return Limits(
         prefill=_role_limits(spec, Component.PREFILL),
         decode=_role_limits(spec, Component.DECODE),
+        window=scaling.window_seconds,
         utilization=targets.prefill_utilization_percent / 100,
         drain_seconds=targets.backlog_drain_seconds,
         kv_usage=targets.decode_kv_usage_percent / 100,

@@ -127,6 +127,8 @@ class Limits:
 
     prefill: RoleLimits
     decode: RoleLimits
+    window: float = 60.0
+    """Seconds over which the load is measured."""
     utilization: float = 0.75
     drain_seconds: float = 30.0
     """Within what time a backlog is to be worked off."""

@@ -18,6 +18,8 @@ from .need import DEFAULT_REMOTE_COST, DecodeNeed, PrefillNeed, Speed, decode_ne
 
 LEAST_TOKENS = 10_000.0
 """Of prompts within a window, for their reuse to mean anything; with fewer, none is counted on."""
+LEAST_SHARE = 0.1
+"""Of what one pod computes in a window: as good for engines that are too slow for so many tokens. Below it a pod is enough anyway."""
 GROW_REUSE_SECONDS = 300.0
 LATE_TICKS = 3
 FAILED_SHARE = 0.01
@@ -138,11 +140,11 @@ def _look(
     history: History,
     now: float,
 ) -> tuple[Arithmetic, Tick]:
-    reuse = load.reuse if load.tokens >= LEAST_TOKENS else Reuse()
-    growing = _growing_reuse(reuse, inputs, history, now)
+    speed = _speed(inputs, limits)
+    reuse = load.reuse if load.tokens >= _least_tokens(speed, limits) else Reuse()
+    growing = _growing_reuse(reuse, inputs, limits, history, now)
     shrinking = _shrinking_reuse(reuse, limits, history, now)
     offered = _with_trend(load.offered, limits, history, now)
-    speed = _speed(inputs, limits)
     up = None if speed is None else prefill_need(load, offered, growing, speed, limits)
     down = None if speed is None else prefill_need(load, load.offered, shrinking, speed, limits)
     decode = decode_need(decode_load, limits)
@@ -167,9 +169,20 @@ def _look(
     return terms, tick
 
 
-def _growing_reuse(reuse: Reuse, inputs: Inputs, history: History, now: float) -> Reuse:
-    """What is there now, and was there in the middle of the last minutes; of transfers that fail, nothing."""
-    past = [t.reuse.total for t in history.within(now, GROW_REUSE_SECONDS)]
+def _least_tokens(speed: Speed | None, limits: Limits) -> float:
+    return (
+        LEAST_TOKENS
+        if speed is None
+        else min(LEAST_TOKENS, LEAST_SHARE * speed.tokens_per_second * limits.window)
+    )
+
+
+def _growing_reuse(reuse: Reuse, inputs: Inputs, limits: Limits, history: History, now: float) -> Reuse:
+    """What is there now, and was there in the middle of the last minutes; of transfers that fail, nothing.
+
+    A pool that may shrink by the reuse of a shorter time must not grow again by that of a longer one.
+    """
+    past = [t.reuse.total for t in history.within(now, min(GROW_REUSE_SECONDS, limits.down_window))]
     counted = reuse.scaled(min([reuse.total, median([*past, reuse.total])]))
     return replace(counted, remote=0.0) if inputs.failed_share > FAILED_SHARE else counted
 
