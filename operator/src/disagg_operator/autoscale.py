@@ -317,11 +317,13 @@ def _numbers(
     speed = terms.speed
     return ScalingInputsStatus(
         offered_tokens_per_second=round(terms.offered),
+        trend_tokens_per_second=round(terms.offered) - round(prefill.offered),
         backlog_tokens=round(prefill.backlog),
         reuse_milli=_thousandths(terms.reuse.total),
         growing_reuse_milli=_thousandths(terms.growing_reuse.total),
         growing_remote_reuse_milli=_thousandths(terms.growing_reuse.remote),
         shrinking_reuse_milli=_thousandths(terms.shrinking_reuse.total),
+        shrinking_remote_reuse_milli=_thousandths(terms.shrinking_reuse.remote),
         tokens_per_second_per_pod=None if speed is None else round(speed.tokens_per_second),
         remote_token_cost_milli=None if speed is None else _thousandths(speed.remote_cost),
         decode_pods=decode.pods,

@@ -116,6 +116,7 @@ class ScalingInputsStatus(ApiObject):
     offered_tokens_per_second: Annotated[
         int, Field(description="Prompt tokens that were sent to prefill, with the trend.")
     ]
+    trend_tokens_per_second: Annotated[int, Field(description="Of them, what the trend adds.")] = 0
     backlog_tokens: Annotated[int, Field(description="Prompt tokens of requests that wait.")]
     reuse_milli: Annotated[int, Field(description="Reuse over the window, as measured.")]
     growing_reuse_milli: Annotated[int, Field(description="Reuse that growing counts on.")]
@@ -123,6 +124,9 @@ class ScalingInputsStatus(ApiObject):
         int, Field(description="Of it, the share that decode brought to prefill.")
     ]
     shrinking_reuse_milli: Annotated[int, Field(description="Reuse that shrinking counts on.")]
+    shrinking_remote_reuse_milli: Annotated[
+        int, Field(description="Of it, the share that decode brought to prefill.")
+    ] = 0
     tokens_per_second_per_pod: Annotated[
         int | None,
         Field(description="Prompt tokens that one prefill pod computes per second, configured or learned."),

@@ -7,7 +7,7 @@ from .inputs import DecodeLoad, Limits, PrefillLoad, Reuse
 DEFAULT_REMOTE_COST = 0.5
 """Until it is configured or learned: the upper end of what was derived for real models (0.04 to 0.5). Too high makes prefill
 too large, which costs money; too low would cost latency."""
-_MOST_WAITING = 2.0
+MOST_WAITING = 2.0
 """Requests that wait for decode count at most like so many times those that run: a burst must not ask for the moon."""
 
 
@@ -71,7 +71,7 @@ def decode_need(load: DecodeLoad, limits: Limits) -> DecodeNeed:
 
     Requests that wait hold no KV yet; each is counted like one that runs.
     """
-    waiting = min(load.waiting / max(load.running, 1.0), _MOST_WAITING)
+    waiting = min(load.waiting / max(load.running, 1.0), MOST_WAITING)
     memory = load.pods * load.kv_usage * (1.0 + waiting) / limits.kv_usage
     sequences = None
     if limits.sequences is not None:

@@ -33,7 +33,6 @@ class Because(StrEnum):
 
     LEAST = "MinReplicas"
     MOST = "MaxReplicas"
-    TOLERANCE = "Tolerance"
     STABILIZATION = "Stabilization"
     UP_RATE = "ScaleUpRate"
     DOWN_RATE = "ScaleDownRate"
