@@ -62,6 +62,10 @@ bench-router: .venv/ready ## What the router costs on the way of a stream, besid
 bench-local-prefill: .venv/ready ## Where prompts are computed best, on simulated engines; draws docs/benchmarks/local-prefill.png
 	$(VENV)/python -m bench.local_prefill
 
+.PHONY: sim
+sim: .venv/ready ## How well rules size the pools, this operator's and its peers', on simulated engines; draws docs/autoscaling/
+	$(VENV)/python -m bench.autoscaling
+
 ##@ Develop
 .PHONY: prepare
 prepare: .venv/ready ## Build and cache what tests and demo need: Kubernetes, vLLM on CPU, the models

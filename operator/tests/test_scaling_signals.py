@@ -23,6 +23,7 @@ LIMITS = Limits(
     decode=RoleLimits(1, 8),
     tokens_per_second=1000.0,
     down_window=0.0,
+    down_pods=1,
     sequences=100,
 )
 

@@ -54,7 +54,7 @@ class ScalingTargets(ApiObject):
 
     prefill_utilization_percent: Annotated[
         int, Field(ge=10, le=100, description="Share of prefill's throughput that is planned for.")
-    ] = 75
+    ] = 60
     prefill_tokens_per_second: Annotated[
         int | None,
         Field(ge=1, description="Prompt tokens that one prefill pod computes per second; learned if absent."),
@@ -100,8 +100,8 @@ class ScaleDown(ApiObject):
 
     stabilization_window_seconds: Annotated[
         int, Field(ge=0, le=86_400, description="The greatest wish of this time counts.")
-    ] = 600
-    max_pods: Annotated[int, Field(ge=1, le=100, description="Most pods taken from a role per window.")] = 1
+    ] = 300
+    max_pods: Annotated[int, Field(ge=1, le=100, description="Most pods taken from a role per window.")] = 2
 
 
 class Behavior(ApiObject):

@@ -26,6 +26,10 @@ class Tick:
     """As large as the load asks for."""
     down: Sizes
     """As small as the load allows."""
+    work: float = 0.0
+    """Prompt tokens to compute per second."""
+    decode_need: float = 0.0
+    """Pods, before rounding."""
     late_first_tokens: bool = False
     """TTFT was above its target."""
     slow_tokens: bool = False

@@ -76,6 +76,8 @@ class DecodeLoad:
     """Requests that are being generated."""
     waiting: float
     """Requests that wait for a place."""
+    mean_usage: float | None = None
+    """Mean of all engines' KV usage; None: `kv_usage`."""
     retained: float | None = None
     """Share of the KV cache kept for prefill to read (mode BidirectionalPull); None if the mode keeps nothing."""
 
@@ -129,7 +131,7 @@ class Limits:
     decode: RoleLimits
     window: float = 60.0
     """Seconds over which the load is measured."""
-    utilization: float = 0.75
+    utilization: float = 0.6
     drain_seconds: float = 30.0
     """Within what time a backlog is to be worked off."""
     kv_usage: float = 0.80
@@ -147,8 +149,8 @@ class Limits:
     up_window: float = 0.0
     up_pods: int = 4
     """Added to a role within a minute."""
-    down_window: float = 600.0
-    down_pods: int = 1
+    down_window: float = 300.0
+    down_pods: int = 2
     """Taken from a role within down_window."""
     max_devices: int | None = None
     pod_start_seconds: float = 0.0

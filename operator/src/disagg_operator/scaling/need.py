@@ -7,6 +7,8 @@ from .inputs import DecodeLoad, Limits, PrefillLoad, Reuse
 DEFAULT_REMOTE_COST = 0.5
 """Until it is configured or learned: the upper end of what was derived for real models (0.04 to 0.5). Too high makes prefill
 too large, which costs money; too low would cost latency."""
+FULL = 0.95
+"""KV usage that the fuller half of decode's engines may come to: above, requests wait there while others have room."""
 MOST_WAITING = 2.0
 """Requests that wait for decode count at most like so many times those that run: a burst must not ask for the moon."""
 
@@ -72,13 +74,14 @@ def decode_need(load: DecodeLoad, limits: Limits) -> DecodeNeed:
     Requests that wait hold no KV yet; each is counted like one that runs.
     """
     waiting = min(load.waiting / max(load.running, 1.0), MOST_WAITING)
-    memory = load.pods * load.kv_usage * (1.0 + waiting) / limits.kv_usage
+    usage = load.kv_usage if load.mean_usage is None else load.mean_usage
+    memory = load.pods * max(usage / limits.kv_usage, load.kv_usage / FULL) * (1.0 + waiting)
     sequences = None
     if limits.sequences is not None:
         places = limits.sequences * limits.decode.engines * limits.running
         sequences = (load.running + load.waiting) / places
     without = None
     if load.retained is not None:
-        free = max(0.0, load.kv_usage - load.retained)
+        free = max(0.0, usage - load.retained)
         without = load.pods * free * (1.0 + waiting) / limits.kv_usage
     return DecodeNeed(memory, sequences, without)

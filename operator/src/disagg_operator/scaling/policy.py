@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 
 from ..naming import ENGINES, Component
 from .history import History, Resize, Tick
 from .inputs import DecodeLoad, Inputs, Limits, PrefillLoad, Reuse, RoleLimits, Sizes
-from .need import DEFAULT_REMOTE_COST, DecodeNeed, PrefillNeed, Speed, decode_need, prefill_need
+from .need import DEFAULT_REMOTE_COST, FULL, DecodeNeed, PrefillNeed, Speed, decode_need, prefill_need
 
 LEAST_TOKENS = 10_000.0
 """Of prompts within a window, for their reuse to mean anything; with fewer, none is counted on."""
@@ -26,6 +26,11 @@ FAILED_SHARE = 0.01
 MOST_TURNS = 3
 """Changes of direction within an hour that shrinking may come to: growing, which is never refused, makes the fourth."""
 UP_SECONDS = 60.0
+SMOOTH_SECONDS = 60.0
+"""Decode's KV usage is taken as the mean of so long."""
+MOST_COMING = 2.0
+TREND_SECONDS = 60.0
+MOST_TREND = 2.0
 
 
 class Because(StrEnum):
@@ -71,10 +76,12 @@ class Arithmetic:
     """As counted on for growing."""
     shrinking_reuse: Reuse
     offered: float
-    """Prompt tokens per second, with the trend."""
+    """Prompt tokens per second that prefill's need is of: with the trend, and with what clients hold back while prompts wait."""
     speed: Speed | None
     prefill: PrefillNeed | None
     decode: DecodeNeed
+    decode_pods: float = 0.0
+    """Decode's need over a minute, with what will come to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,25 +150,35 @@ def _look(
     reuse = load.reuse if load.tokens >= _least_tokens(speed, limits) else Reuse()
     growing = _growing_reuse(reuse, inputs, limits, history, now)
     shrinking = _shrinking_reuse(reuse, limits, history, now)
-    offered = _with_trend(load.offered, limits, history, now)
+    past, ahead = history.within(now, TREND_SECONDS), limits.pod_start_seconds
+    work = load.offered * (1.0 - growing.total)
+    more = 1.0  # A pod that was taken away has its conversations computed anew once: that is no trend.
+    if not history.moved(Component.PREFILL, now, 2 * TREND_SECONDS, -1):
+        more = _trend([(t.at, t.work) for t in past], now, work, ahead)
+    offered = max(_held_up(load, limits, history, now), load.offered * more)
     up = None if speed is None else prefill_need(load, offered, growing, speed, limits)
     down = None if speed is None else prefill_need(load, load.offered, shrinking, speed, limits)
     decode = decode_need(decode_load, limits)
-    terms = Arithmetic(load.reuse, growing, shrinking, offered, speed, up, decode)
+    coming = load.offered * _trend([(t.at, t.offered) for t in past], now, load.offered, ahead)
+    coming = max(coming, _held_up(load, limits, history, now))
+    decode_pods = _steady_decode(decode, decode_load, history, now) * _coming(coming, load, limits)
+    terms = Arithmetic(load.reuse, growing, shrinking, offered, speed, up, decode, decode_pods)
     late = limits.ttft_target is not None and (inputs.ttft_p95 or 0.0) > limits.ttft_target
     slow = limits.itl_target is not None and (inputs.itl_p95 or 0.0) > limits.itl_target
     tick = Tick(
         at=now,
         reuse=reuse,
         offered=load.offered,
+        work=work,
         up=Sizes(
             _grown(up.pods if up else None, sizes.prefill, limits),
-            _grown(decode.pods, sizes.decode, limits),
+            _grown(decode_pods, sizes.decode, limits),
         ),
         down=Sizes(
-            _shrunk(down.pods if down else None, sizes.prefill, limits),
-            _shrunk(decode.pods, sizes.decode, limits),
+            _shrunk(max(down.pods, up.pods) if up and down else None, sizes.prefill, limits),
+            max(_shrunk(decode_pods, sizes.decode, limits), math.ceil(decode.pods * limits.kv_usage / FULL)),
         ),
+        decode_need=decode.pods,
         late_first_tokens=late,
         slow_tokens=slow,
     )
@@ -196,13 +213,42 @@ def _tenth(values: Sequence[float]) -> float:
     return quantiles(values, n=10, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
-def _with_trend(offered: float, limits: Limits, history: History, now: float) -> float:
-    """A load that grows is followed as far ahead as a pod takes to start, at most to twice of what it is."""
-    past = history.within(now, limits.pod_start_seconds)
-    if not past or past[0].at >= now:
-        return offered
-    slope = (offered - past[0].offered) / (now - past[0].at)
-    return min(offered + max(0.0, slope) * limits.pod_start_seconds, 2 * offered)
+def _held_up(load: PrefillLoad, limits: Limits, history: History, now: float) -> float:
+    """What is offered. While prompts wait, clients that wait for them send nothing new: then what was offered before counts."""
+    if load.backlog <= load.offered:
+        return load.offered
+    return max(
+        [load.offered, *(t.offered for t in history.within(now, min(GROW_REUSE_SECONDS, limits.down_window)))]
+    )
+
+
+def _trend(values: Sequence[tuple[float, float]], now: float, value: float, ahead: float) -> float:
+    """By what factor a growing value will have grown in `ahead` seconds, at most 2.
+
+    It has to have grown in both halves of the time of `values` (time, value): a step is no slope.
+    """
+    if len(values) < 2 or value <= 0 or ahead <= 0:
+        return 1.0
+    (first_at, first), (middle_at, middle) = values[0], values[len(values) // 2]
+    if not first_at < middle_at < now:
+        return 1.0
+    slope = min((middle - first) / (middle_at - first_at), (value - middle) / (now - middle_at))
+    return min(1.0 + max(0.0, slope) * ahead / value, MOST_TREND)
+
+
+def _coming(offered: float, load: PrefillLoad, limits: Limits) -> float:
+    """How much more than now will come to decode: what prefill holds up reaches it when prefill has grown, and so does the trend."""
+    served = load.tokens / limits.window
+    if served <= 0:
+        return 1.0
+    return min(max(offered / served, 1.0), MOST_COMING)
+
+
+def _steady_decode(need: DecodeNeed, load: DecodeLoad, history: History, now: float) -> float:
+    """The mean of a minute, since KV usage is read at one moment; the moment's own if requests wait or an engine is full."""
+    if load.waiting >= 1 or load.fullest >= FULL:
+        return need.pods
+    return fmean([need.pods, *(t.decode_need for t in history.within(now, SMOOTH_SECONDS))])
 
 
 def _speed(inputs: Inputs, limits: Limits) -> Speed | None:
@@ -296,7 +342,7 @@ class _Choice:
         if role is Component.DECODE and wanted > size and self._is_price_of_reuse():
             wanted, self._because[role] = size, Because.RETAINED
         late = self._late(role)
-        if late is not None and wanted <= size and not self._history.moved(role, self._now, UP_SECONDS, 1):
+        if late is not None and wanted <= size and not self._history.moved(role, self._now, self._effect, 1):
             wanted, self._because[role] = size + 1, late
         if wanted <= size:
             if role is Component.PREFILL and self._terms.speed is None:
@@ -307,14 +353,24 @@ class _Choice:
             wanted, self._because[role] = size + max(allowed, 0), Because.UP_RATE
         self._sizes = self._sizes.with_size(role, wanted)
 
+    @property
+    def _effect(self) -> float:
+        """Seconds until a pod that was added shows in what users wait for."""
+        return UP_SECONDS + self._limits.pod_start_seconds
+
     def _late(self, role: Component) -> Because | None:
         """Whether users have waited too long for a while, and this role is what they waited for."""
         if self._history.late(LATE_TICKS, tokens=True) and role is Component.DECODE:
             return Because.SLOW_TOKENS
-        waits_for = Component.DECODE if self._decode.waiting >= 1 else Component.PREFILL
-        if self._history.late(LATE_TICKS, tokens=False) and role is waits_for:
-            return Because.LATE_FIRST_TOKENS
-        return None
+        if not self._history.late(LATE_TICKS, tokens=False):
+            return None
+        waits_for_decode = self._decode.waiting >= 1
+        waits = (
+            waits_for_decode
+            if role is Component.DECODE
+            else self._prefill.backlog > 0 and not waits_for_decode
+        )
+        return Because.LATE_FIRST_TOKENS if waits else None
 
     def _is_price_of_reuse(self) -> bool:
         """Whether decode would be large enough without what it keeps for prefill, and nobody waits: then a shorter retention
@@ -377,7 +433,8 @@ class _Choice:
         turns = self._history.turns(role) + (self._history.last_sign(role) > 0)
         if turns > MOST_TURNS:
             return Because.FLAPPING
-        if not self._history.covers(self._now, self._limits.down_window):
+        window = self._limits.down_window
+        if not self._history.covers(self._now, window) or self._history.moved(role, self._now, window, 1):
             return Because.STABILIZATION
         return None
 

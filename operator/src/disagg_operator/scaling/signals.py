@@ -218,6 +218,7 @@ def _decode_load(decode: _Pods, routers: _Pods) -> DecodeLoad | None:
         pods=decode.ready,
         kv_usage=math.fsum(fuller) / len(fuller),
         fullest=usage[0],
+        mean_usage=math.fsum(usage) / len(usage),
         running=decode.now(RUNNING) or 0.0,
         waiting=math.fsum(seen.waiting_for_place() for seen in decode.usable) * scale,
         retained=_retained(decode, routers),

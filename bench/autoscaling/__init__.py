@@ -1,0 +1,1 @@
+"""The pools' sizes under several rules, on simulated engines and conversations: `make sim`."""
