@@ -1,0 +1,215 @@
+"""Every outcome and every reason of a decision, each reached by what would bring it about."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from disagg_operator.naming import Component
+from disagg_operator.scaling.history import EMPTY, History, Resize
+from disagg_operator.scaling.inputs import DecodeLoad, Inputs, Limits, PrefillLoad, Reuse, RoleLimits, Sizes
+from disagg_operator.scaling.policy import Because, Decision, Outcome, decide
+
+TICK = 15.0
+LIMITS = Limits(
+    RoleLimits(1, 8),
+    RoleLimits(1, 8),
+    tokens_per_second=1000.0,
+    remote_cost=0.1,
+    sequences=100,
+    utilization=0.5,
+)
+"""So a prefill pod is planned for 500 computed tokens per second."""
+
+
+def seen(
+    work: float = 900.0,
+    *,
+    reuse: float = 0.5,
+    backlog: float = 0.0,
+    usage: float = 0.7,
+    pods: int = 2,
+    running: float = 50.0,
+    waiting: float = 0.0,
+    retained: float | None = None,
+    **others: float | tuple[str, ...],
+) -> Inputs:
+    """A load with so many tokens per second to compute, and decode pods so full."""
+    offered = work / (1 - reuse)
+    prefill = PrefillLoad(offered=offered, tokens=60 * offered, reuse=Reuse(local=reuse), backlog=backlog)
+    decode = DecodeLoad(
+        pods=pods, kv_usage=usage, fullest=usage, running=running, waiting=waiting, retained=retained
+    )
+    return replace(Inputs(prefill, decode), **others)
+
+
+FITS, IDLE = seen(), seen(100.0, usage=0.1, running=5.0)
+IDLE_PREFILL, IDLE_DECODE = seen(100.0), seen(usage=0.1, running=5.0)
+WINDOW = 21
+"""Ticks that come to the window of shrinking, with the first that may shrink."""
+
+
+@dataclass
+class Case:
+    """What is seen tick by tick, and what the last decision is."""
+
+    ticks: list[Inputs]
+    outcome: Outcome
+    sizes: Sizes
+    prefill: Because | None = None
+    decode: Because | None = None
+    limits: Limits = LIMITS
+    first: Sizes = field(default_factory=lambda: Sizes(2, 2))
+    hold: str = ""
+    before: History = EMPTY
+
+
+def run(case: Case) -> Decision:
+    history, sizes = case.before, case.first
+    decision: Decision | None = None
+    for number, inputs in enumerate(case.ticks):
+        decision, history = decide(inputs, case.limits, sizes, history, number * TICK, case.hold)
+        if number < len(case.ticks) - 1:
+            sizes = decision.desired
+    assert decision is not None
+    return decision
+
+
+def with_limits(**limits: object) -> Limits:
+    return replace(LIMITS, **limits)
+
+
+LATE, SLOW = seen(ttft_p95=3.0, backlog=1.0), seen(itl_p95=0.2)
+BLIND = Inputs(None, None, missing=("p-0: timed out",))
+CASES = {
+    "a load that fits": Case([FITS], Outcome.STEADY, Sizes(2, 2)),
+    "more to compute": Case([seen(1600.0)], Outcome.GROWN, Sizes(4, 2)),
+    "fuller decode": Case([seen(usage=0.95)], Outcome.GROWN, Sizes(2, 3)),
+    "idle prefill": Case([IDLE_PREFILL] * WINDOW, Outcome.SHRUNK, Sizes(1, 2), first=Sizes(3, 2)),
+    "idle decode": Case([IDLE_DECODE] * WINDOW, Outcome.SHRUNK, Sizes(2, 1)),
+    "nothing can be read": Case([FITS, BLIND], Outcome.BLIND, Sizes(2, 2), Because.MISSING, Because.MISSING),
+    "a rollout": Case(
+        [seen(5000.0)], Outcome.HELD, Sizes(2, 2), Because.HELD, Because.HELD, hold="a rollout"
+    ),
+    "more than may be": Case(
+        [seen(9000.0)], Outcome.GROWN, Sizes(8, 2), Because.MOST, limits=with_limits(up_pods=100)
+    ),
+    "fewer than must be": Case(
+        [FITS], Outcome.GROWN, Sizes(3, 2), Because.LEAST, limits=with_limits(prefill=RoleLimits(3, 8))
+    ),
+    "idle at the least": Case(
+        [IDLE],
+        Outcome.STEADY,
+        Sizes(2, 2),
+        Because.LEAST,
+        Because.LEAST,
+        with_limits(prefill=RoleLimits(2, 8), decode=RoleLimits(2, 8)),
+    ),
+    "idle, but not for long": Case(
+        [IDLE], Outcome.STEADY, Sizes(2, 2), Because.STABILIZATION, Because.STABILIZATION
+    ),
+    "a wish that is too new": Case(
+        [FITS, seen(1600.0)],
+        Outcome.STEADY,
+        Sizes(2, 2),
+        Because.STABILIZATION,
+        limits=with_limits(up_window=60.0),
+    ),
+    "faster than may be": Case([seen(9000.0)], Outcome.GROWN, Sizes(6, 2), Because.UP_RATE),
+    "slower than could be": Case(
+        [IDLE_PREFILL] * WINDOW,
+        Outcome.SHRUNK,
+        Sizes(7, 2),
+        Because.DOWN_RATE,
+        limits=with_limits(down_pods=1),
+        first=Sizes(8, 2),
+    ),
+    "too little prefill for decode": Case(
+        [seen(usage=0.7, pods=8)],
+        Outcome.GROWN,
+        Sizes(4, 8),
+        Because.RATIO,
+        limits=with_limits(ratio_least=0.5),
+        first=Sizes(2, 8),
+    ),
+    "a ratio that cannot be": Case(
+        [seen(usage=0.7, pods=8)],
+        Outcome.CONFLICT,
+        Sizes(2, 8),
+        Because.RATIO,
+        Because.RATIO,
+        with_limits(ratio_least=0.5, prefill=RoleLimits(1, 3)),
+        Sizes(2, 8),
+    ),
+    "no more GPUs": Case(
+        [seen(1600.0)], Outcome.GROWN, Sizes(3, 2), Because.BUDGET, limits=with_limits(max_devices=5)
+    ),
+    "both idle": Case(
+        [IDLE] * WINDOW,
+        Outcome.SHRUNK,
+        Sizes(2, 4),
+        Because.DOWN_RATE,
+        Because.OTHER_POOL,
+        with_limits(),
+        Sizes(4, 4),
+    ),
+    "KV that is kept for prefill": Case(
+        [seen(usage=0.95, retained=0.6)], Outcome.STEADY, Sizes(2, 2), decode=Because.RETAINED
+    ),
+    "reuse that would go": Case(
+        [seen(600.0, reuse=0.9)] * WINDOW,
+        Outcome.STEADY,
+        Sizes(3, 2),
+        Because.REUSE_AT_RISK,
+        first=Sizes(3, 2),
+    ),
+    "transfers that fail": Case(
+        [replace(IDLE_PREFILL, failed_share=0.1)] * WINDOW,
+        Outcome.STEADY,
+        Sizes(2, 2),
+        Because.TRANSFERS_FAIL,
+    ),
+    "a page that is missing": Case(
+        [replace(IDLE_PREFILL, missing=("p-1: 503",))] * WINDOW, Outcome.STEADY, Sizes(2, 2), Because.MISSING
+    ),
+    "speed that nobody knows": Case(
+        [seen(1600.0)],
+        Outcome.STEADY,
+        Sizes(2, 2),
+        Because.UNKNOWN_SPEED,
+        limits=with_limits(tokens_per_second=None),
+    ),
+    "late first tokens that wait for prefill": Case(
+        [LATE] * 3, Outcome.GROWN, Sizes(3, 2), Because.LATE_FIRST_TOKENS, limits=with_limits(ttft_target=2.0)
+    ),
+    "late first tokens that wait for decode": Case(
+        [seen(ttft_p95=3.0, waiting=1.0)] * 3,
+        Outcome.GROWN,
+        Sizes(2, 3),
+        decode=Because.LATE_FIRST_TOKENS,
+        limits=with_limits(ttft_target=2.0),
+    ),
+    "slow tokens": Case(
+        [SLOW] * 3, Outcome.GROWN, Sizes(2, 3), decode=Because.SLOW_TOKENS, limits=with_limits(itl_target=0.1)
+    ),
+    "too many turns": Case(
+        [IDLE_PREFILL] * WINDOW,
+        Outcome.STEADY,
+        Sizes(3, 2),
+        Because.FLAPPING,
+        first=Sizes(3, 2),
+        before=History(changes=tuple(Resize(-1000.0 + n, Component.PREFILL, (-1) ** n) for n in range(5))),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_decision_says_what_it_comes_to_and_why(case: Case) -> None:
+    decision = run(case)
+    assert (decision.outcome, decision.desired) == (case.outcome, case.sizes)
+    assert (decision.prefill_because, decision.decode_because) == (case.prefill, case.decode)
+
+
+def test_every_outcome_and_every_reason_has_a_case() -> None:
+    assert {case.outcome for case in CASES.values()} == set(Outcome)
+    reasons = {because for case in CASES.values() for because in (case.prefill, case.decode)}
+    assert reasons == {None, *Because}
