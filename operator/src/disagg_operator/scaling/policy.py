@@ -30,6 +30,8 @@ SMOOTH_SECONDS = 60.0
 """Decode's KV usage is taken as the mean of so long."""
 MOST_COMING = 2.0
 TREND_SECONDS = 60.0
+MOST_AHEAD = 120.0
+"""A trend of TREND_SECONDS says nothing of a later time, however long pods take to start."""
 MOST_TREND = 2.0
 
 
@@ -150,7 +152,7 @@ def _look(
     reuse = load.reuse if load.tokens >= _least_tokens(speed, limits) else Reuse()
     growing = _growing_reuse(reuse, inputs, limits, history, now)
     shrinking = _shrinking_reuse(reuse, limits, history, now)
-    past, ahead = history.within(now, TREND_SECONDS), limits.pod_start_seconds
+    past, ahead = history.within(now, TREND_SECONDS), min(limits.pod_start_seconds, MOST_AHEAD)
     work = load.offered * (1.0 - growing.total)
     more = 1.0  # A pod that was taken away has its conversations computed anew once: that is no trend.
     if not history.moved(Component.PREFILL, now, 2 * TREND_SECONDS, -1):
