@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -19,7 +20,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 
 from .api.base import GROUP, VERSION
-from .errors import GoneError, KubeError, UnavailableError, classify
+from .errors import GoneError, KubeError, RefusedError, UnavailableError, classify
 from .naming import (
     FIELD_MANAGER,
     KIND,
@@ -87,6 +88,31 @@ async def connect() -> "Kube":
     else:
         await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     return Kube(ApiClient(configuration))
+
+
+async def connect_as_person(context: str | None) -> tuple["Kube", str]:
+    """A client with the credentials of a context of the kubeconfig, by default its current one, and that context's namespace.
+
+    The kubeconfig is where kubectl has it. Raises RefusedError if it cannot be used.
+    """
+    paths = _kubeconfig()
+    configuration = Configuration()
+    try:
+        loaded = await load_kube_config(  # type: ignore[no-untyped-call]
+            paths, context, client_configuration=configuration, persist_config=False
+        )
+        namespace = loaded.current_context["context"].get("namespace") or "default"
+        return Kube(ApiClient(configuration)), str(namespace)
+    except Exception as error:  # what it holds is anybody's, and the client does not check it
+        raise RefusedError(f"use the kubeconfig {paths}", str(error) or type(error).__name__) from error
+
+
+def _kubeconfig() -> str:
+    """Paths, as KUBECONFIG has them."""
+    paths = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    if not any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep)):
+        raise RefusedError(f"use the kubeconfig {paths}", "there is no such file")
+    return paths
 
 
 class Kube:
