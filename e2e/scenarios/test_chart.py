@@ -195,8 +195,10 @@ def test_options_render_only_when_asked_for(offline: Helm) -> None:
         "resource.customizations.health.inference.disagg.dev_DisaggInference"
     ]
     assert health.strip() == (CHART / "files" / "argocd-health.lua").read_text().strip()
-    assert one(asked, "ServiceMonitor")["spec"]["selector"]["matchLabels"].items() <= (
-        one(asked, "Service")["metadata"]["labels"].items()
+    monitor = one(asked, "ServiceMonitor")["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= one(asked, "Service")["metadata"]["labels"].items()
+    assert [endpoint["honorLabels"] for endpoint in monitor["endpoints"]] == [True], (
+        "the namespace of an object would be the operator's"
     )
 
 

@@ -13,7 +13,11 @@ from disagg_operator.cli import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.yaml"))
+EXAMPLES = sorted(
+    path
+    for path in (REPOSITORY / "examples").rglob("*.yaml")
+    if "\nkind: DisaggInference\n" in path.read_text()
+)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
