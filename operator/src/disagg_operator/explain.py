@@ -45,8 +45,8 @@ MEANINGS: Mapping[Because, str] = {
     Because.OTHER_POOL: "the other pool changes now, and only one of both shrinks at a time; wait.",
     Because.RETAINED: "decode's memory is full of what it keeps for prefill to read, and nobody waits for it; lower "
     "kvTransfer.decodeRetentionSeconds, which is cheaper than a pod.",
-    Because.REUSE_AT_RISK: "prefill could not compute what would be lost with the KV of the pod that goes; wait for less load, or make "
-    "the other pool larger first.",
+    Because.REUSE_AT_RISK: "prefill could not compute what would be lost with the KV of the pod that goes; wait until the "
+    "load is lower.",
     Because.TRANSFERS_FAIL: "too many KV transfers fail, so nothing shrinks; look for the cause in the engines' logs.",
     Because.FLAPPING: "it has changed direction too often within the last hour to shrink; raise "
     "behavior.scaleDown.stabilizationWindowSeconds.",
