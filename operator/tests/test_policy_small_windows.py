@@ -52,3 +52,32 @@ def test_reuse_of_a_few_prompts_does_not_count() -> None:
     load = PrefillLoad(offered=1000, tokens=1900, reuse=WARM, backlog=0.0)
     decision, _ = decide(Inputs(load, IDLE_DECODE), asked, Sizes(1, 1), EMPTY, 0.0)
     assert decision.desired.prefill == 2
+
+
+def sizes_after_blindness(down_window: float, blind: float) -> list[int]:
+    """Prefill's size after each tick once metrics are back; nobody asks anything, and before they did."""
+    asked = limits(speed=1000, window=20, down_window=down_window)
+    history, now = EMPTY, 0.0
+    for _ in range(10):
+        busy = PrefillLoad(offered=1000, tokens=20_000, reuse=COLD, backlog=0.0)
+        decision, history = decide(Inputs(busy, IDLE_DECODE), asked, Sizes(2, 1), history, now)
+        now += TICK
+    assert decision.desired.prefill == 2
+    now += blind
+    sizes, found = Sizes(2, 1), []
+    for _ in range(5):
+        idle = PrefillLoad(offered=0, tokens=0, reuse=COLD, backlog=0.0)
+        decision, history = decide(Inputs(idle, IDLE_DECODE), asked, sizes, history, now)
+        sizes = decision.desired
+        found.append(sizes.prefill)
+        now += TICK
+    return found
+
+
+@pytest.mark.parametrize("blind", [45, 60, 200])
+def test_a_pool_that_was_not_seen_for_its_window_is_looked_at_for_a_whole_one_again(blind: float) -> None:
+    assert sizes_after_blindness(down_window=40, blind=blind) == [2, 2, 2, 1, 1]
+
+
+def test_a_window_shorter_than_a_tick_is_no_reason_to_wait() -> None:
+    assert sizes_after_blindness(down_window=0, blind=0)[0] == 1

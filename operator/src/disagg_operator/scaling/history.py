@@ -12,6 +12,8 @@ from .inputs import Reuse, Sizes
 
 MAX_GAP = 90.0
 """Seconds between two ticks above which they do not belong to the same unbroken time: six of the operator's ticks."""
+LATE_TICK = 30.0
+"""Seconds between two ticks of which one in between was missed; that is no gap, however short a window is."""
 CHANGES_KEPT = 3600.0
 
 
@@ -74,8 +76,13 @@ class History:
         return tuple(t for t in self.ticks if now - t.at <= seconds)
 
     def covers(self, now: float, seconds: float) -> bool:
-        """Whether sight was unbroken for so long."""
-        return bool(self.ticks) and now - self.ticks[0].at >= seconds
+        """Whether sight was unbroken for so long. A gap that is longer than that itself would leave nothing to go by."""
+        seen_since, longest = now, max(seconds, LATE_TICK)
+        for tick in reversed(self.ticks):
+            if seen_since - tick.at > longest:
+                break
+            seen_since = tick.at
+        return bool(self.ticks) and now - seen_since >= seconds
 
     def moved(self, role: Component, now: float, seconds: float, sign: int) -> int:
         """Pods that were added to (sign 1) or taken from (-1) a role within so many last seconds."""
