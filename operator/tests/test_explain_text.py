@@ -34,10 +34,13 @@ INPUTS: Manifest = {
     "tokensPerSecondPerPod": 15928,
     "remoteTokenCostMilli": 170,
     "decodePods": 2,
+    "meanKVUsageMilli": 590,
     "kvUsageMilli": 610,
     "fullestKVUsageMilli": 640,
     "runningRequests": 120,
     "waitingRequests": 30,
+    "decodeSteadyNeedMilli": 1844,
+    "decodeComingMilli": 1050,
     "ttftMilliseconds": 730,
 }
 
@@ -46,14 +49,14 @@ def scaling(**changes: Any) -> Manifest:
     return {
         "decidedTime": "2026-01-01T11:59:48Z",
         "reason": "ScaledUp",
-        "message": "prefill 1 -> 2 (need 1.28); decode 2 (need 1.91)",
+        "message": "prefill 1 -> 2 (need 1.60, ScaleUpRate); decode 2 (need 1.94)",
         "prefill": {
             "currentReplicas": 1,
             "desiredReplicas": 2,
-            "needMilli": 1276,
+            "needMilli": 1597,
             "limitedBy": "ScaleUpRate",
         },
-        "decode": {"currentReplicas": 2, "desiredReplicas": 2, "needMilli": 1906},
+        "decode": {"currentReplicas": 2, "desiredReplicas": 2, "needMilli": 1936},
         "inputs": INPUTS,
         "learned": {"prefillTokensPerSecond": 15928, "remoteTokenCostMilli": 170},
         **changes,
@@ -120,14 +123,15 @@ def test_the_numbers_are_put_in() -> None:
         "to compute                     52000 offered x (1 - 0.81 reuse)              = 9880 tokens/s",
         "to take in what decode brings  52000 offered x 0.6 brought x 0.17 cost       = 5304 tokens/s",
         "to work off the backlog        12000 waiting x (1 - 0.81 reuse) / 30 seconds = 76 tokens/s",
-        "what a pod is planned for      15928 speed x 0.75 utilization                = 11946 tokens/s",
-        "need                           (9880 + 5304 + 76) / 11946                    = 1.277 pods",
+        "what a pod is planned for      15928 speed x 0.6 utilization                = 9556.8 tokens/s",
+        "need                           (9880 + 5304 + 76) / 9556.8                    = 1.597 pods",
         "to compute                     50000 offered x (1 - 0.75 reuse)",
-        "by KV memory         2 pods x 0.61 used x (1 + min(30 waiting / 120 running, 2)) / 0.8 target  = 1.906 pods",
+        "2 pods x max(0.59 used / 0.8 target, 0.61 fuller half / 0.95) x (1 + min(30 waiting / 120 running, 2)) = 1.844 pods",
         "by running requests  (120 running + 30 waiting) / (64 sequences x 0.85 target)",
-        "need                 max(1.906, 2.757)",
+        "need of the moment   max(1.844, 2.757)",
+        "need 1.844 of the last minute x 1.05 coming = 1.936 pods",
         "reuse: measured 0.85; growing counts on 0.81, shrinking on 0.75",
-        "offered: 52000 tokens/s, of which the trend adds 2000",
+        "offered: 52000 tokens/s, of which 2000 are the trend or held back",
         "95th percentiles: time to first token 730 ms",
         "Decided 12 s ago, 2026-01-01T11:59:48Z: ScaledUp",
         "prefill: 1 -> 2 pods (1 now), between 1 and 8",
@@ -160,6 +164,9 @@ STATUSES = st.builds(
     remote_token_cost_milli=shares,
     decode_pods=st.integers(1, 1000),
     kv_usage_milli=shares,
+    mean_kv_usage_milli=st.none() | shares,
+    decode_steady_need_milli=st.integers(0, 10**6),
+    decode_coming_milli=st.integers(1000, 2000),
     fullest_kv_usage_milli=shares,
     running_requests=st.integers(0, 10**5),
     waiting_requests=st.integers(0, 10**5),
@@ -196,10 +203,14 @@ def test_whatever_the_numbers_the_lines_add_up_to_what_a_decision_would_need(
     assert prefill.growing[-1].value == pytest.approx(need.pods)
     kept = None if inputs.retained_milli is None else inputs.retained_milli / 1000
     usage = inputs.kv_usage_milli / 1000
+    mean = None if inputs.mean_kv_usage_milli is None else inputs.mean_kv_usage_milli / 1000
     of_decode = DecodeLoad(
-        inputs.decode_pods, usage, usage, inputs.running_requests, inputs.waiting_requests, kept
+        inputs.decode_pods, usage, usage, inputs.running_requests, inputs.waiting_requests, mean, kept
     )
-    assert decode.growing[-1].value == pytest.approx(decode_need(of_decode, bounds).pods)
+    (now,) = (step.value for step in decode.growing if step.what == "need of the moment")
+    assert now == pytest.approx(decode_need(of_decode, bounds).pods)
+    told = (inputs.decode_steady_need_milli or 0) * (inputs.decode_coming_milli or 0) / 1e6
+    assert decode.growing[-1].value == pytest.approx(told)
 
 
 @given(st.floats(0, 1e17))
@@ -212,7 +223,7 @@ def test_a_number_is_written_without_powers_and_as_long_as_it_says_something(val
 def test_a_need_that_is_not_the_operators_is_told_of() -> None:
     rounded = scaling(prefill={"currentReplicas": 1, "desiredReplicas": 1, "needMilli": 1400})
     assert "The operator came to 1.400" in said(spec(), {"scaling": rounded})
-    exact = scaling(prefill={"currentReplicas": 1, "desiredReplicas": 1, "needMilli": 1277})
+    exact = scaling(prefill={"currentReplicas": 1, "desiredReplicas": 1, "needMilli": 1597})
     assert "The operator came to" not in said(spec(), {"scaling": exact})
 
 
@@ -344,7 +355,7 @@ def test_as_json_it_has_the_same_terms() -> None:
     assert (wire["namespace"], wire["name"], wire["mode"]) == ("default", "demo", "Auto")
     assert prefill["growing"][-1] == {
         "what": "need",
-        "formula": "(9880 + 5304 + 76) / 11946",
+        "formula": "(9880 + 5304 + 76) / 9556.8",
         "value": found.roles[0].growing[-1].value,
         "unit": "pods",
     }
@@ -353,6 +364,6 @@ def test_as_json_it_has_the_same_terms() -> None:
         2,
         "ScaleUpRate",
     )
-    assert decode["needMilli"] == 1906
+    assert decode["needMilli"] == 1936
     assert wire["inputs"] == INPUTS
     assert wire["decided"] == "2026-01-01T11:59:48Z"

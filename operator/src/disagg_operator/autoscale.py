@@ -291,7 +291,7 @@ def need(decision: Decision, component: Component) -> float | None:
     if terms is None:
         return None
     if component is Component.DECODE:
-        return terms.decode.pods
+        return terms.decode_pods
     return terms.prefill.pods if terms.prefill is not None else None
 
 
@@ -327,11 +327,14 @@ def _numbers(
         tokens_per_second_per_pod=None if speed is None else round(speed.tokens_per_second),
         remote_token_cost_milli=None if speed is None else _thousandths(speed.remote_cost),
         decode_pods=decode.pods,
+        mean_kv_usage_milli=_milli(decode.mean_usage),
         kv_usage_milli=_thousandths(decode.kv_usage),
         fullest_kv_usage_milli=_thousandths(decode.fullest),
         running_requests=round(decode.running),
         waiting_requests=round(decode.waiting),
         retained_milli=_milli(decode.retained),
+        decode_steady_need_milli=_thousandths(terms.decode_pods / terms.decode_coming),
+        decode_coming_milli=_thousandths(terms.decode_coming),
         ttft_milliseconds=_milli(inputs.ttft_p95),
         itl_milliseconds=_milli(inputs.itl_p95),
     )

@@ -28,15 +28,18 @@ from .pools import is_scaled, role_of
 from .scaling.inputs import DecodeLoad, Limits, PrefillLoad, Reuse
 from .scaling.need import Speed
 from .scaling.policy import Because
-from .scaling.working import Step, decode_working, number, prefill_working
+from .scaling.working import PODS, Step, decode_working, number, prefill_working
 
 LATE = timedelta(minutes=3)
 """Above what an operator that runs takes between two decisions that it writes down."""
 
+WORTH_TELLING = 0.005
+"""Of a pod, between its need and the same from the status' rounded figures."""
+
 MEANINGS: Mapping[Because, str] = {
     Because.LEAST: "scaling.minReplicas lets it be no smaller; lower that if you trust fewer pods.",
     Because.MOST: "scaling.maxReplicas lets it be no larger; raise that if users wait.",
-    Because.STABILIZATION: "the need was another one within behavior's stabilization window, or was not watched for so long yet; "
+    Because.STABILIZATION: "the need was another one within behavior's stabilization window, or it grew or was not watched for so long; "
     "wait, or shorten stabilizationWindowSeconds.",
     Because.UP_RATE: "behavior.scaleUp.maxPods were added within a minute; the rest follows, or raise it.",
     Because.DOWN_RATE: "behavior.scaleDown.maxPods were taken within a window; the rest follows, or raise it.",
@@ -240,7 +243,7 @@ def _steps(
 ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Of growing and, where it is another calculation, of shrinking."""
     if component is Component.DECODE:
-        return decode_working(_decode_load(inputs), bounds), ()
+        return (*decode_working(_decode_load(inputs), bounds), *_decode_need(inputs)), ()
     speed, cost = inputs.tokens_per_second_per_pod, inputs.remote_token_cost_milli
     if not speed or cost is None:
         return (), ()
@@ -255,6 +258,14 @@ def _steps(
     )
 
 
+def _decode_need(inputs: ScalingInputsStatus) -> Iterator[Step]:
+    """From the need of the moment to that of the decision, by what only the operator remembers."""
+    steady, coming = inputs.decode_steady_need_milli, inputs.decode_coming_milli
+    if steady is not None and coming is not None:
+        formula = f"{number(steady / 1000)} of the last minute x {number(coming / 1000)} coming"
+        yield Step("need", formula, steady * coming / 1e6, PODS)
+
+
 def _reuse(total: int, remote: int) -> Reuse:
     return Reuse((total - remote) / 1000, remote / 1000)
 
@@ -263,6 +274,7 @@ def _decode_load(inputs: ScalingInputsStatus) -> DecodeLoad:
     return DecodeLoad(
         pods=inputs.decode_pods,
         kv_usage=inputs.kv_usage_milli / 1000,
+        mean_usage=None if inputs.mean_kv_usage_milli is None else inputs.mean_kv_usage_milli / 1000,
         fullest=inputs.fullest_kv_usage_milli / 1000,
         running=inputs.running_requests,
         waiting=inputs.waiting_requests,
@@ -299,7 +311,9 @@ def _measured(inputs: ScalingInputsStatus) -> Iterator[str]:
     yield f"reuse: measured {reuse}; growing counts on {growing}, shrinking on {shrinking}"
     trend = inputs.trend_tokens_per_second
     if trend:
-        yield f"offered: {inputs.offered_tokens_per_second} tokens/s, of which the trend adds {trend}"
+        yield (
+            f"offered: {inputs.offered_tokens_per_second} tokens/s, of which {trend} are the trend or held back while prompts wait"
+        )
     late = {"time to first token": inputs.ttft_milliseconds, "between tokens": inputs.itl_milliseconds}
     known = [f"{what} {value} ms" for what, value in late.items() if value is not None]
     if known:
@@ -349,10 +363,9 @@ def _table(title: str, steps: Sequence[Step]) -> Iterator[str]:
 def _rounded(role: RoleAccount) -> Iterator[str]:
     """Where the status' own need is another one."""
     if role.growing and role.need_milli is not None:
-        again = f"{role.growing[-1].value:.3f}"
-        told = f"{role.need_milli / 1000:.3f}"
-        if again != told:
-            yield f"  The operator came to {told}: its figures are not rounded, or the spec was another one."
+        told = role.need_milli / 1000
+        if abs(role.growing[-1].value - told) >= WORTH_TELLING:
+            yield f"  The operator came to {told:.3f}: its figures are not rounded, or the spec was another one."
 
 
 def _learned(learned: LearnedStatus | None) -> Iterator[str]:

@@ -32,7 +32,7 @@ STATUS = {
     "scaling": {
         "decidedTime": "2026-01-01T12:00:00Z",
         "reason": "Steady",
-        "prefill": {"currentReplicas": 1, "desiredReplicas": 1, "needMilli": 128, "limitedBy": "MinReplicas"},
+        "prefill": {"currentReplicas": 1, "desiredReplicas": 1, "needMilli": 160, "limitedBy": "MinReplicas"},
         "decode": {"currentReplicas": 1, "desiredReplicas": 1, "needMilli": 191},
         "inputs": {
             "offeredTokensPerSecond": 5200,
@@ -79,8 +79,8 @@ def explain(kubeconfig: Path, *arguments: str) -> Any:
 def test_an_object_is_explained(server: ApiServer) -> None:
     result = explain(server.kubeconfig, "-n", "team-a")
     assert result.exit_code == 0, result.output
-    assert "(988 + 530.4 + 7.6) / 11946" in result.stdout
-    assert "= 0.128 pods" in result.stdout
+    assert "(988 + 530.4 + 7.6) / 9556.8" in result.stdout
+    assert "= 0.160 pods" in result.stdout
     assert "The operator came to" not in result.stdout
 
 

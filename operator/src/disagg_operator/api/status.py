@@ -114,9 +114,13 @@ class ScalingInputsStatus(ApiObject):
     """What a decision rested on. Shares are in thousandths."""
 
     offered_tokens_per_second: Annotated[
-        int, Field(description="Prompt tokens that were sent to prefill, with the trend.")
+        int,
+        Field(
+            description="Prompt tokens that were sent to prefill, with the trend, and with what clients hold back while prompts "
+            "wait."
+        ),
     ]
-    trend_tokens_per_second: Annotated[int, Field(description="Of them, what the trend adds.")] = 0
+    trend_tokens_per_second: Annotated[int, Field(description="Of them, what was not measured now.")] = 0
     backlog_tokens: Annotated[int, Field(description="Prompt tokens of requests that wait.")]
     reuse_milli: Annotated[int, Field(description="Reuse over the window, as measured.")]
     growing_reuse_milli: Annotated[int, Field(description="Reuse that growing counts on.")]
@@ -138,15 +142,24 @@ class ScalingInputsStatus(ApiObject):
         ),
     ] = None
     decode_pods: Annotated[int, Field(description="Decode pods that were measured.")]
-    kv_usage_milli: Annotated[
-        int, Field(description="KV cache in use, mean of the fuller half of decode's engines.")
-    ]
+    mean_kv_usage_milli: Annotated[
+        int | None, Field(description="KV cache in use, mean of decode's engines.")
+    ] = None
+    kv_usage_milli: Annotated[int, Field(description="And of the fuller half of them.")]
     fullest_kv_usage_milli: Annotated[int, Field(description="And of the fullest.")]
     running_requests: Annotated[int, Field(description="Requests that decode generates.")]
     waiting_requests: Annotated[int, Field(description="Requests that wait for decode.")]
     retained_milli: Annotated[
         int | None,
         Field(description="KV cache that decode keeps for prefill to read; absent if the mode keeps none."),
+    ] = None
+    decode_steady_need_milli: Annotated[
+        int | None,
+        Field(description="Decode's need over the last minute, in thousandths of a pod."),
+    ] = None
+    decode_coming_milli: Annotated[
+        int | None,
+        Field(description="By what factor more than now will come to decode."),
     ] = None
     ttft_milliseconds: Annotated[
         int | None,

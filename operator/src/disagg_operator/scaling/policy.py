@@ -84,6 +84,8 @@ class Arithmetic:
     decode: DecodeNeed
     decode_pods: float = 0.0
     """Decode's need over a minute, with what will come to it."""
+    decode_coming: float = 1.0
+    """By what factor more will come to it: so much of decode_pods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +165,9 @@ def _look(
     decode = decode_need(decode_load, limits)
     coming = load.offered * _trend([(t.at, t.offered) for t in past], now, load.offered, ahead)
     coming = max(coming, _held_up(load, limits, history, now))
-    decode_pods = _steady_decode(decode, decode_load, history, now) * _coming(coming, load, limits)
-    terms = Arithmetic(load.reuse, growing, shrinking, offered, speed, up, decode, decode_pods)
+    factor = _coming(coming, load, limits)
+    decode_pods = _steady_decode(decode, decode_load, history, now) * factor
+    terms = Arithmetic(load.reuse, growing, shrinking, offered, speed, up, decode, decode_pods, factor)
     late = limits.ttft_target is not None and (inputs.ttft_p95 or 0.0) > limits.ttft_target
     slow = limits.itl_target is not None and (inputs.itl_p95 or 0.0) > limits.itl_target
     tick = Tick(

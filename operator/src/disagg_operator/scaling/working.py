@@ -6,7 +6,7 @@ What comes of a step is what `need` says, never calculated here; a test holds th
 from dataclasses import dataclass
 
 from .inputs import DecodeLoad, Limits, PrefillLoad, Reuse
-from .need import MOST_WAITING, Speed, decode_need, prefill_need
+from .need import FULL, MOST_WAITING, Speed, decode_need, prefill_need
 
 TOKENS, PODS = "tokens/s", "pods"
 _DIGITS = 6
@@ -71,14 +71,15 @@ def prefill_working(
 
 
 def decode_working(load: DecodeLoad, limits: Limits) -> tuple[Step, ...]:
-    """How decode_need() comes to its result; the last step is the need."""
+    """How decode_need() comes to its result; the last step is the need of the moment."""
     need = decode_need(load, limits)
     running = f"{number(load.running)} running" if load.running >= 1 else "1"
     waiting = f"(1 + min({number(load.waiting)} waiting / {running}, {number(MOST_WAITING)}))"
-    usage, target = f"{number(load.kv_usage)} used", f"{number(limits.kv_usage)} target"
-    steps = [
-        Step("by KV memory", f"{load.pods} pods x {usage} x {waiting} / {target}", need.memory, PODS),
-    ]
+    mean = load.kv_usage if load.mean_usage is None else load.mean_usage
+    usage, target = f"{number(mean)} used", f"{number(limits.kv_usage)} target"
+    fuller = f"{number(load.kv_usage)} fuller half / {number(FULL)}"
+    formula = f"{load.pods} pods x max({usage} / {target}, {fuller}) x {waiting}"
+    steps = [Step("by KV memory", formula, need.memory, PODS)]
     if need.without_retained is not None and load.retained is not None:
         rest = f"max(0, {usage} - {number(load.retained)} retained)"
         formula = f"{load.pods} pods x {rest} x {waiting} / {target}"
@@ -91,4 +92,4 @@ def decode_working(load: DecodeLoad, limits: Limits) -> tuple[Step, ...]:
     bounds = [need.memory, *([] if need.sequences is None else [need.sequences])]
     greatest = ", ".join(f"{bound:.3f}" for bound in bounds)
     formula = f"max({greatest})" if len(bounds) > 1 else greatest
-    return (*steps, Step("need", formula, need.pods, PODS))
+    return (*steps, Step("need of the moment", formula, need.pods, PODS))
