@@ -165,7 +165,8 @@ def _look(
     decode = decode_need(decode_load, limits)
     coming = load.offered * _trend([(t.at, t.offered) for t in past], now, load.offered, ahead)
     coming = max(coming, _held_up(load, limits, history, now))
-    factor = _coming(coming, load, limits)
+    # What waits for decode counts already for what is to come.
+    factor = _coming(coming, load, limits) if decode_load.waiting < 1 else 1.0
     decode_pods = _steady_decode(decode, decode_load, history, now) * factor
     terms = Arithmetic(load.reuse, growing, shrinking, offered, speed, up, decode, decode_pods, factor)
     late = limits.ttft_target is not None and (inputs.ttft_p95 or 0.0) > limits.ttft_target
