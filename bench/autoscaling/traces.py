@@ -127,6 +127,7 @@ def traces(seed: int) -> tuple[Trace, ...]:
             (2, 3),
             event_at=1800,
             flush_at=1800,
+            system=500,
         ),
         Trace(
             "pod loss",
