@@ -117,7 +117,7 @@ def traces(seed: int) -> tuple[Trace, ...]:
 
     return (
         Trace("steady", HOUR, made("steady", ASSISTANT, HOUR, 0.8, flat(0.8)), (2, 5)),
-        Trace("burst", HOUR, made("burst", ASSISTANT, HOUR, 1.5, bursts), (2, 4), event_at=1200),
+        Trace("burst", HOUR, made("burst", ASSISTANT, HOUR, 1.5, bursts), (2, 4)),
         Trace("diurnal", 2 * HOUR, made("diurnal", ASSISTANT, 2 * HOUR, 1.3, day), (1, 2)),
         Trace("agents", HOUR, made("agents", AGENT, HOUR, 0.4, flat(0.4)), (3, 5)),
         Trace(
@@ -137,9 +137,7 @@ def traces(seed: int) -> tuple[Trace, ...]:
             event_at=1800,
             losses=((1800, Component.PREFILL, 0), (2700, Component.DECODE, 0)),
         ),
-        Trace(
-            "slow start", HOUR, made("slow", ASSISTANT, HOUR, 1.5, bursts), (2, 4), event_at=1200, start=300
-        ),
+        Trace("slow start", HOUR, made("slow", ASSISTANT, HOUR, 1.5, bursts), (2, 4), start=300),
         Trace(
             "single turns",
             HOUR,
