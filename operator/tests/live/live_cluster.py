@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from kubernetes import client, config
 
 from e2e.apiserver import ApiServer, api_server
@@ -291,3 +292,51 @@ def pods(cluster: Cluster, namespace: str, role: str | None = None) -> dict[str,
     selector = "inference.disagg.dev/role" + (f"={role}" if role else "")
     items = cluster.get("pods", namespace, "-l", selector)["items"]
     return {item["metadata"]["name"]: item["metadata"]["uid"] for item in items}
+
+
+def charts_rules() -> list[dict[str, Any]]:
+    """What the chart grants the operator: its template of rules is YAML but for its first and last line."""
+    text = (REPOSITORY / "charts/disagg-operator/templates/_helpers.tpl").read_text()
+    _, _, rest = text.partition('{{- define "disagg-operator.rules" -}}')
+    return list(yaml.safe_load(rest.partition("{{- end -}}")[0]))
+
+
+def with_the_charts_rights(cluster: Cluster, account: str, folder: Path) -> Path:
+    """The kubeconfig of a new service account that may do what the chart grants, and nothing else."""
+    for kind, body in (
+        ("ClusterRole", {"rules": charts_rules()}),
+        (
+            "ClusterRoleBinding",
+            {
+                "roleRef": {
+                    "apiGroup": "rbac.authorization.k8s.io",
+                    "kind": "ClusterRole",
+                    "name": account,
+                },
+                "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": "default"}],
+            },
+        ),
+    ):
+        manifest = {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": kind,
+            "metadata": {"name": account},
+        }
+        cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest | body))
+    cluster.kubectl("create", "serviceaccount", account, "-n", "default")
+    asked = (
+        "auth",
+        "can-i",
+        "update",
+        "disagginferences.inference.disagg.dev",
+        "--subresource=finalizers",
+        "-A",
+        f"--as=system:serviceaccount:default:{account}",
+    )
+    until(lambda: cluster.server.kubectl(*asked).ok, "the API server to know the rights")
+    token = cluster.kubectl("create", "token", account, "-n", "default").strip()
+    access = yaml.safe_load(Path(cluster.server.kubeconfig).read_text())
+    access["users"] = [{"name": user["name"], "user": {"token": token}} for user in access["users"]]
+    kubeconfig = folder / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(access))
+    return kubeconfig

@@ -3,64 +3,20 @@
 import base64
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from live_cluster import REPOSITORY, Cluster, OperatorProcess, pods, running_operator, spec, until
+from live_cluster import Cluster, OperatorProcess, pods, running_operator, spec, until, with_the_charts_rights
 
 pytestmark = pytest.mark.cluster
 NAMES = ("previous", "current", "next")
 ANNOTATION = "inference.disagg.dev/keys-rotated-at"
 
 
-def rules() -> list[dict[str, Any]]:
-    """What the chart grants: its template of rules is YAML but for its first and last line."""
-    text = (REPOSITORY / "charts/disagg-operator/templates/_helpers.tpl").read_text()
-    _, _, rest = text.partition('{{- define "disagg-operator.rules" -}}')
-    return list(yaml.safe_load(rest.partition("{{- end -}}")[0]))
-
-
 @pytest.fixture(scope="module")
 def operator(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
     """As a service account, since the administrator may do anything."""
-    for kind, body in (
-        ("ClusterRole", {"rules": rules()}),
-        (
-            "ClusterRoleBinding",
-            {
-                "roleRef": {
-                    "apiGroup": "rbac.authorization.k8s.io",
-                    "kind": "ClusterRole",
-                    "name": "keys-test",
-                },
-                "subjects": [{"kind": "ServiceAccount", "name": "keys-test", "namespace": "default"}],
-            },
-        ),
-    ):
-        manifest = {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
-            "kind": kind,
-            "metadata": {"name": "keys-test"},
-        }
-        cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest | body))
-    cluster.kubectl("create", "serviceaccount", "keys-test", "-n", "default")
-    account = "--as=system:serviceaccount:default:keys-test"
-    asked = (
-        "auth",
-        "can-i",
-        "update",
-        "disagginferences.inference.disagg.dev",
-        "--subresource=finalizers",
-        "-A",
-    )
-    until(lambda: cluster.server.kubectl(*asked, account).ok, "the API server to know the rights")
-    token = cluster.kubectl("create", "token", "keys-test", "-n", "default").strip()
-    config = yaml.safe_load(Path(cluster.server.kubeconfig).read_text())
-    config["users"] = [{"name": user["name"], "user": {"token": token}} for user in config["users"]]
-    kubeconfig = tmp_path_factory.mktemp("keys") / "kubeconfig"
-    kubeconfig.write_text(yaml.safe_dump(config))
+    kubeconfig = with_the_charts_rights(cluster, "keys-test", tmp_path_factory.mktemp("keys"))
     with running_operator(cluster, KUBECONFIG=str(kubeconfig), RESYNC_SECONDS="1") as running:
         yield running
 
