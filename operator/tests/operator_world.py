@@ -92,8 +92,12 @@ class World:
 
     def look(self) -> tuple[Wanted, Observed]:
         wanted = read(self.resource, SETTINGS)
-        items = [*self.live.values(), *(self._pod_manifest(pod) for pod in self.pods.values())]
-        return wanted, observe(wanted.owner.uid, _copy(items))
+        return wanted, observe(wanted.owner.uid, self.items())
+
+    def items(self) -> list[Manifest]:
+        """All children and pods, as the API server would list them."""
+        pods = [self._pod_manifest(pod) for pod in self.pods.values()]
+        return list(_copy([*self.live.values(), *pods]))
 
     def plan(self) -> Plan:
         return make_plan(*self.look(), self.now, KeyPolicy(self.policy.every, bytes))

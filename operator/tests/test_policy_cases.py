@@ -60,6 +60,7 @@ class Case:
     limits: Limits = LIMITS
     first: Sizes = field(default_factory=lambda: Sizes(2, 2))
     hold: str = ""
+    full: str = ""
     before: History = EMPTY
 
 
@@ -67,7 +68,7 @@ def run(case: Case) -> Decision:
     history, sizes = case.before, case.first
     decision: Decision | None = None
     for number, inputs in enumerate(case.ticks):
-        decision, history = decide(inputs, case.limits, sizes, history, number * TICK, case.hold)
+        decision, history = decide(inputs, case.limits, sizes, history, number * TICK, case.hold, case.full)
         if number < len(case.ticks) - 1:
             sizes = decision.desired
     assert decision is not None
@@ -190,6 +191,14 @@ CASES = {
     ),
     "slow tokens": Case(
         [SLOW] * 3, Outcome.GROWN, Sizes(2, 3), decode=Because.SLOW_TOKENS, limits=with_limits(itl_target=0.1)
+    ),
+    "no room for more": Case([seen(1600.0)], Outcome.STEADY, Sizes(2, 2), Because.FULL, full="no node"),
+    "no room for more of one pool, and the other has too much": Case(
+        [seen(1600.0, usage=0.1, running=5.0)] * WINDOW,
+        Outcome.SHRUNK,
+        Sizes(2, 1),
+        Because.FULL,
+        full="no node",
     ),
     "too many turns": Case(
         [IDLE_PREFILL] * WINDOW,

@@ -19,7 +19,7 @@ from .api.status import (
 )
 from .api.transfer import TransferMode
 from .api.types import DisaggInferenceSpec, DisaggInferenceStatus
-from .naming import ADMIN_PORT, HTTP_PORT, Component
+from .naming import ADMIN_PORT, ENGINES, HTTP_PORT, SCALER_KIND, Component, role_name
 from .observe import Observed, Pod
 from .pages import Answer, Target
 from .pools import Pools, is_scaled, role_of
@@ -28,19 +28,21 @@ from .scaling.history import EMPTY, History
 from .scaling.inputs import DecodeLoad, Inputs, Limits, PrefillLoad, RoleLimits, Sizes
 from .scaling.learned import resume as resume_lessons
 from .scaling.names import NAMES
-from .scaling.policy import Arithmetic, Decision, Outcome, decide
+from .scaling.policy import Arithmetic, Because, Decision, Outcome, decide
 from .scaling.signals import NOTHING, Sight, measure, see
 
 TICK_SECONDS = 15.0
-_EARLY = 1.0
-"""Seconds that a look may come before its time: passes do not come by the clock."""
+_EARLY = 2.0
+"""Seconds that a look may come before its time: the queue spreads passes by a tenth."""
 TELL_EVERY = timedelta(seconds=60)
 """A status whose decision is the same is written again this often, for its numbers."""
-LONG_UNSCHEDULABLE = timedelta(minutes=5)
-"""A pod may wait for its node so long; from then on the cluster has none, and asking for more is of no use."""
+LONG_WITHOUT_ROOM = timedelta(minutes=5)
+"""A pod may wait for its node, or for a quota, so long; from then on there is no room, and asking for more is of no use."""
 LONGEST_START = 1800.0
 """Seconds. A pod that took longer was in trouble, and says nothing of the next one's."""
 _MOST_NAMED = 5
+_MOST_TOLD = 2**53
+"""Greater numbers are told as this one: no load has them, and a status with one would be refused."""
 NOT_LOOKED = Inputs(None, None)
 
 
@@ -57,6 +59,8 @@ class Course:
     looked_at: float | None = None
     """By the even clock."""
     inputs: Inputs = NOT_LOOKED
+    full: str = ""
+    """Why no pool may grow; empty if it may."""
     decision: Decision | None = None
     """The latest."""
     decided: datetime | None = None
@@ -76,6 +80,11 @@ def begin(uid: str, previous: DisaggInferenceStatus, revision: str) -> Course:
 def is_due(course: Course, now: float) -> bool:
     """Whether it is time for another look; also when the clock went back."""
     return course.looked_at is None or not 0 <= now - course.looked_at < TICK_SECONDS - _EARLY
+
+
+def rest(course: Course, now: float) -> float:
+    """Seconds until it is time for another look."""
+    return 0.0 if is_due(course, now) or course.looked_at is None else course.looked_at + TICK_SECONDS - now
 
 
 def targets(observed: Observed, namespace: str, revision: str) -> dict[str, Target]:
@@ -104,10 +113,14 @@ def look(
     pools: Pools,
     pages: Mapping[str, Answer],
     hold: str,
+    full: str,
     even: float,
     now: datetime,
 ) -> Course:
-    """The course after one more look. `pages` has the answers of `targets`, `even` is the even clock's time."""
+    """The course after one more look.
+
+    `pages` has the answers of `targets`, `hold` and `full` are what `why_held` and `why_full` say, `even` is the even clock's time.
+    """
     window = spec.autoscaling.window_seconds
     pods = {
         component: [pod.name for pod in _asked(observed, component, course.revision)]
@@ -116,7 +129,7 @@ def look(
     sight = see(course.sight, pods, pages, even, window)
     inputs = measure(sight, even, window)
     decision, history = decide(
-        inputs, limits(spec, observed), _sizes(course, spec, pools), course.history, even, hold
+        inputs, limits(spec, observed), _sizes(course, spec, pools), course.history, even, hold, full
     )
     return replace(
         course,
@@ -124,10 +137,30 @@ def look(
         history=history,
         looked_at=even,
         inputs=inputs,
+        full=full,
         decision=decision,
         decided=now,
         window=window,
     )
+
+
+def undone(course: Course, role: Component, why: str) -> Course:
+    """The course if the latest decision could not be carried out for `role`: its size is what it was, and may change next time."""
+    decision = course.decision
+    if decision is None:
+        return course
+    held = replace(
+        decision,
+        outcome=Outcome.HELD,
+        desired=decision.desired.with_size(role, decision.current.of(role)),
+        detail=f"{decision.detail}; {why}" if decision.detail else why,
+    )
+    if role is Component.PREFILL:
+        held = replace(held, prefill_because=Because.HELD)
+    else:
+        held = replace(held, decode_because=Because.HELD)
+    kept = tuple(c for c in course.history.changes if (c.role, c.at) != (role, course.looked_at))
+    return replace(course, decision=held, history=replace(course.history, changes=kept))
 
 
 def _sizes(course: Course, spec: DisaggInferenceSpec, pools: Pools) -> Sizes:
@@ -198,19 +231,32 @@ def _start_seconds(observed: Observed) -> float:
     return median(usual) if usual else 0.0
 
 
-def why_held(spec: DisaggInferenceSpec, observed: Observed, *, rolling_out: bool, now: datetime) -> str:
-    """Why no size may change now; empty if it may."""
+def why_held(name: str, spec: DisaggInferenceSpec, observed: Observed, *, rolling_out: bool) -> str:
+    """Why no size of the DisaggInference `name` may change now; empty if it may."""
     if rolling_out:
         return "a rollout is in progress"
     if spec.rollout.paused:
         return "rollout.paused is true"
+    for role in ENGINES:
+        scaler = role_name(name, role)
+        if (SCALER_KIND, scaler) not in observed.live:
+            return f"{SCALER_KIND} {scaler} is not there yet"
+    return ""
+
+
+def why_full(observed: Observed, now: datetime) -> str:
+    """Why no pool may grow now; empty if it may. They may shrink: that is how they come to fit again."""
+    minutes = LONG_WITHOUT_ROOM.seconds // 60
+    for workload in observed.workloads:
+        refusal = workload.refusal if workload.component in ENGINES else None
+        if refusal is not None and now - workload.applied > LONG_WITHOUT_ROOM:
+            return f"{workload.kind} {workload.name} has got no more pods for {minutes} minutes: {refusal.message}"
     for pod in observed.pods:
-        waits = pod.trouble is not None and pod.trouble.reason in (
-            Reason.UNSCHEDULABLE,
-            Reason.QUOTA_EXCEEDED,
-        )
-        if waits and pod.created is not None and now - pod.created > LONG_UNSCHEDULABLE:
-            return f"pod {pod.name} has found no node for {LONG_UNSCHEDULABLE.seconds // 60} minutes"
+        waits = pod.trouble is not None and pod.trouble.reason is Reason.UNSCHEDULABLE
+        if not waits or pod.leaving or pod.component not in ENGINES or pod.created is None:
+            continue
+        if now - pod.created > LONG_WITHOUT_ROOM:
+            return f"pod {pod.name} has found no node for {minutes} minutes"
     return ""
 
 
@@ -234,6 +280,8 @@ def claim(course: Course) -> Claim:
     message = "sizes follow the load"
     if course.inputs.missing:
         message += f"; no pool shrinks, metrics are missing: {_named(course.inputs.missing)}"
+    if course.full:
+        message += f"; no pool grows: {course.full}"
     return holds(ConditionType.SCALING_ACTIVE, Reason.SCALING, message)
 
 
@@ -254,9 +302,9 @@ def told(course: Course, previous: ScalingStatus | None) -> ScalingStatus | None
         prefill=_role_told(decision, Component.PREFILL),
         decode=_role_told(decision, Component.DECODE),
         inputs=_inputs_told(course.inputs, decision.arithmetic),
-        learned=_learned_told(course.inputs, previous),
+        learned=_learned_told(course.inputs),
     )
-    if previous is None or decided - previous.decided_time >= TELL_EVERY:
+    if previous is None or not timedelta() <= new.decided_time - previous.decided_time < TELL_EVERY:
         return new
     return new if _gist(new) != _gist(previous) else previous
 
@@ -267,7 +315,7 @@ def _gist(status: ScalingStatus) -> object:
         (role.current_replicas, role.desired_replicas, role.limited_by)
         for role in (status.prefill, status.decode)
         if role is not None
-    ], status.reason
+    ], (status.reason, status.learned is None)
 
 
 def summary(decision: Decision) -> str:
@@ -316,22 +364,22 @@ def _numbers(
 ) -> ScalingInputsStatus:
     speed = terms.speed
     return ScalingInputsStatus(
-        offered_tokens_per_second=round(terms.offered),
-        trend_tokens_per_second=round(terms.offered) - round(prefill.offered),
-        backlog_tokens=round(prefill.backlog),
+        offered_tokens_per_second=_whole(terms.offered),
+        trend_tokens_per_second=_whole(terms.offered) - _whole(prefill.offered),
+        backlog_tokens=_whole(prefill.backlog),
         reuse_milli=_thousandths(terms.reuse.total),
         growing_reuse_milli=_thousandths(terms.growing_reuse.total),
         growing_remote_reuse_milli=_thousandths(terms.growing_reuse.remote),
         shrinking_reuse_milli=_thousandths(terms.shrinking_reuse.total),
         shrinking_remote_reuse_milli=_thousandths(terms.shrinking_reuse.remote),
-        tokens_per_second_per_pod=None if speed is None else round(speed.tokens_per_second),
+        tokens_per_second_per_pod=None if speed is None else _whole(speed.tokens_per_second),
         remote_token_cost_milli=None if speed is None else _thousandths(speed.remote_cost),
         decode_pods=decode.pods,
         mean_kv_usage_milli=_milli(decode.mean_usage),
         kv_usage_milli=_thousandths(decode.kv_usage),
         fullest_kv_usage_milli=_thousandths(decode.fullest),
-        running_requests=round(decode.running),
-        waiting_requests=round(decode.waiting),
+        running_requests=_whole(decode.running),
+        waiting_requests=_whole(decode.waiting),
         retained_milli=_milli(decode.retained),
         decode_steady_need_milli=_thousandths(terms.decode_pods / terms.decode_coming),
         decode_coming_milli=_thousandths(terms.decode_coming),
@@ -340,28 +388,32 @@ def _numbers(
     )
 
 
-def _learned_told(inputs: Inputs, previous: ScalingStatus | None) -> LearnedStatus | None:
+def _learned_told(inputs: Inputs) -> LearnedStatus | None:
     speed, cost = inputs.learned.tokens_per_second, inputs.learned.remote_cost
     if speed is None and cost is None:
-        return previous.learned if previous is not None else None
+        return None
     return LearnedStatus(
-        prefill_tokens_per_second=None if speed is None else round(speed),
+        prefill_tokens_per_second=None if speed is None else _whole(speed),
         remote_token_cost_milli=_milli(cost),
     )
 
 
+def _whole(value: float) -> int:
+    return round(min(value, _MOST_TOLD))
+
+
 def _thousandths(value: float) -> int:
-    return round(value * 1000)
+    return _whole(value * 1000)
 
 
 def _milli(value: float | None) -> int | None:
-    return None if value is None else round(value * 1000)
+    return None if value is None else _thousandths(value)
 
 
 def reuse(course: Course, previous: ReuseStatus | None, scaling: ScalingStatus | None) -> ReuseStatus | None:
     """status.reuse: of the same window as status.scaling."""
     load, decided = course.inputs.prefill, course.decided
-    if load is None or decided is None or scaling is None:
+    if load is None or not load.tokens or decided is None or scaling is None:
         return previous
     moment = decided.replace(microsecond=0)
     if scaling.decided_time != moment:
@@ -370,9 +422,9 @@ def reuse(course: Course, previous: ReuseStatus | None, scaling: ScalingStatus |
     return ReuseStatus(
         window_seconds=course.window,
         observed_time=moment,
-        prompt_tokens=round(load.tokens),
-        computed_tokens=round(computed),
-        written_back_tokens=round(load.written_back),
+        prompt_tokens=_whole(load.tokens),
+        computed_tokens=_whole(computed),
+        written_back_tokens=_whole(load.written_back),
         ratio_percent=round(100 * load.reuse.total),
     )
 

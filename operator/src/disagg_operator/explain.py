@@ -45,6 +45,7 @@ MEANINGS: Mapping[Because, str] = {
     Because.DOWN_RATE: "behavior.scaleDown.maxPods were taken within a window; the rest follows, or raise it.",
     Because.RATIO: "autoscaling.ratio made it larger than its need, or cannot be kept; widen it if that is too much.",
     Because.BUDGET: "autoscaling.maxDevices leaves no device for more; raise it, or let the other role have fewer.",
+    Because.FULL: "no node, or no quota, has room for the pods that were asked for; add room, or wait until the load is lower.",
     Because.OTHER_POOL: "the other pool changes now, and only one of both shrinks at a time; wait.",
     Because.RETAINED: "decode's memory is full of what it keeps for prefill to read, and nobody waits for it; lower "
     "kvTransfer.decodeRetentionSeconds, which is cheaper than a pod.",

@@ -106,6 +106,7 @@ class _Scaling(Collector):
             missing.add_metric([namespace, name], len(course.inputs.missing))
             if load is not None:
                 offered.add_metric([namespace, name], load.offered)
+            if load is not None and load.tokens:
                 reuse.add_metric([namespace, name, "local"], load.reuse.local)
                 reuse.add_metric([namespace, name, "remote"], load.reuse.remote)
             if decision is None:

@@ -68,6 +68,8 @@ class Workload:
     """spec.replicas, as it is now and not as it will be applied."""
     settled: bool
     """Its controller has seen the present spec and every pod is of the present template."""
+    replacing: bool
+    """Some of its pods are of an older template, or nobody knows yet. A pod that does not exist is of none."""
     created: datetime
     """Of two revisions that serve equally well the older is kept: it has proved itself."""
     applied: datetime
@@ -187,17 +189,16 @@ def _workload(item: Manifest, events: Sequence[Manifest]) -> Workload:
     component = _component(item)
     assert component is not None
     created = _time(meta["creationTimestamp"])
-    short = status.get("replicas", 0) < wanted
+    exist, updated = status.get("replicas", 0), status.get("updatedReplicas", 0)
+    seen, short = status.get("observedGeneration", 0) >= meta["generation"], exist < wanted
     return Workload(
         kind=item["kind"],
         name=meta["name"],
         component=component,
         revision=meta["labels"].get(LABEL_REVISION),
         wanted=wanted,
-        settled=(
-            status.get("observedGeneration", 0) >= meta["generation"]
-            and status.get("updatedReplicas", 0) >= wanted
-        ),
+        settled=seen and updated >= wanted,
+        replacing=not seen or updated < min(exist, wanted),
         created=created,
         applied=_applied(meta) or created,
         refusal=(refusal_in_events(events) or refusal_in_condition(status)) if short else None,

@@ -10,13 +10,13 @@ from datetime import datetime, timedelta
 
 from pydantic import ValidationError
 
-from .api.conditions import Claim, ConditionType, Reason, find, merge
+from .api.conditions import Claim, ConditionType, Reason, fails, find, merge
 from .api.scaling import AutoscalingMode
 from .api.status import Condition, ConditionStatus
 from .api.support import not_implemented
 from .api.types import DisaggInference, DisaggInferenceSpec, DisaggInferenceStatus, RoleStatus, TransferStatus
 from .assess import Facts, Refusal, claims, is_trouble
-from .autoscale import TICK_SECONDS, Course, claim, reuse, summary, told
+from .autoscale import Course, claim, reuse, summary, told
 from .build.children import Children, Owner, build_children, sealed
 from .build.overlay import OverlayError
 from .build.scalers import build_scaler, scaler_status
@@ -26,7 +26,7 @@ from .drift import covers, is_due
 from .mismatch import UNSEEN, Standing
 from .naming import ENGINES, LABEL_REVISION, SCALER_KIND, Component, Manifest, endpoint, role_name
 from .observe import ObjectKey, Observed
-from .pools import Pool, Pools, fit, fixed_pools, pools
+from .pools import Pool, Pools, fit, fixed_pools, is_scaled, pools
 from .reserved import evasions
 from .revision import differences, revision
 from .rollout import RevisionState, Step, next_step
@@ -161,7 +161,7 @@ def make_plan(wanted: Wanted, observed: Observed, now: datetime, policy: KeyPoli
         return Plan(step, pools=sizes)
     taken = {(stranger.kind, stranger.name) for stranger in observed.strangers}
     apply = tuple(
-        _pinned(manifest, observed.live.get(key_of(manifest)))
+        _as_it_may_be(manifest, observed.live.get(key_of(manifest)))
         for manifest in _sized(wanted, sizes)
         if key_of(manifest) not in taken and _is_due(manifest, observed.live.get(key_of(manifest)))
     )
@@ -193,6 +193,15 @@ def _is_due(manifest: Manifest, live: Manifest | None) -> bool:
     )
 
 
+def _as_it_may_be(manifest: Manifest, live: Manifest | None) -> Manifest:
+    """What to apply. A scaler that is there keeps its number, and is written only if it is still the one that was looked at."""
+    pinned = _pinned(manifest, live)
+    if live is None or manifest["kind"] != SCALER_KIND:
+        return pinned
+    version = {key: live["metadata"][key] for key in ("resourceVersion",) if key in live["metadata"]}
+    return {**pinned, "metadata": {**pinned["metadata"], **version}, "spec": live["spec"]}
+
+
 def _scaler_statuses(wanted: Wanted, observed: Observed) -> tuple[Manifest, ...]:
     found = []
     for component in ENGINES:
@@ -215,24 +224,24 @@ def _scaler_statuses(wanted: Wanted, observed: Observed) -> tuple[Manifest, ...]
     return tuple(found)
 
 
-def scaler_writes(wanted: Wanted, observed: Observed, course: Course) -> tuple[Manifest, ...]:
+def scaler_writes(wanted: Wanted, observed: Observed, course: Course) -> Mapping[Component, Manifest]:
     """The scalers with the sizes that were decided on just now, where they are others; nothing unless the mode is Auto."""
     decision = course.decision
     if wanted.spec is None or wanted.spec.autoscaling.mode is not AutoscalingMode.AUTO or decision is None:
-        return ()
-    writes = []
+        return {}
+    writes = {}
     for component in ENGINES:
         size = decision.desired.of(component)
         manifest = build_scaler(wanted.owner.name, wanted.owner.namespace, component, size)
         live = observed.live.get(key_of(manifest))
         if live is not None and live["spec"]["replicas"] != size:
-            writes.append(_pinned(sealed(manifest, wanted.owner), live))
-    return tuple(writes)
+            writes[component] = _pinned(sealed(manifest, wanted.owner), live)
+    return writes
 
 
 def is_rolling_out(wanted: Wanted, observed: Observed, plan: Plan) -> bool:
     """Whether engines are being replaced, by those of another revision or in place."""
-    replaced = any(w.component in ENGINES and not w.settled for w in observed.workloads)
+    replaced = any(w.component in ENGINES and w.replacing for w in observed.workloads)
     return replaced or plan.step.keep is not None or plan.step.serving != wanted.target
 
 
@@ -302,31 +311,40 @@ def report(
     engines: Standing = UNSEEN,
     course: Course | None = None,
 ) -> Report:
-    """The status to write and the events to send, whatever became of the plan. `course` is None if nothing is autoscaled."""
-    facts = _facts(wanted, observed, plan, failures, now, engines)
-    about_scaling: tuple[Claim, ...] = () if course is None else (claim(course),)
-    held = (*claims(facts), *about_scaling)
-    conditions = merge(wanted.previous.conditions, held, generation=wanted.generation, now=now)
-    scaling = None if course is None else told(course, wanted.previous.scaling)
+    """The status to write and the events to send, whatever became of the plan. `course` is None if nobody decides on sizes now."""
+    facts, previous = _facts(wanted, observed, plan, failures, now, engines), wanted.previous
+    about_all = (*claims(facts), *_scaling_claims(wanted, course))
+    conditions = merge(previous.conditions, about_all, generation=wanted.generation, now=now)
+    if course is not None:
+        scaling = told(course, previous.scaling)
+        reused = reuse(course, previous.reuse, scaling)
+    elif wanted.spec is None or is_scaled(wanted.spec):
+        # Suspended or refused: what was learned holds when it goes on.
+        scaling, reused = previous.scaling, previous.reuse
+    else:
+        scaling, reused = None, None
     status = DisaggInferenceStatus(
         observed_generation=wanted.generation,
         conditions=conditions,
         roles=tuple(_role_status(facts, component) for component in Component),
         revision=_serving(wanted, observed, plan),
         kv_transfer=_transfer(wanted.spec),
-        reuse=None if course is None else reuse(course, wanted.previous.reuse, scaling),
+        reuse=reused,
         scaling=scaling,
         endpoint=_endpoint(wanted),
     )
-    events = notices(wanted.previous.conditions, conditions)
-    if course is not None and wanted.spec is not None and scaling is not wanted.previous.scaling:
+    events = notices(previous.conditions, conditions)
+    if course is not None and wanted.spec is not None and scaling is not previous.scaling:
         events += _resizes(course, wanted.spec.autoscaling.mode)
-    again = _soonest(
-        _look_again(conditions),
-        None if course is None else TICK_SECONDS,
-        *(_ends(pool, now) for pool in plan.pools.values()),
-    )
+    again = _soonest(_look_again(conditions), *(_ends(pool, now) for pool in plan.pools.values()))
     return Report(status, events, again)
+
+
+def _scaling_claims(wanted: Wanted, course: Course | None) -> Iterator[Claim]:
+    if course is not None:
+        yield claim(course)
+    elif wanted.refusal is not None and wanted.spec is not None and is_scaled(wanted.spec):
+        yield fails(ConditionType.SCALING_ACTIVE, wanted.refusal.reason, wanted.refusal.message)
 
 
 def _resizes(course: Course, mode: AutoscalingMode) -> tuple[Notice, ...]:

@@ -1,7 +1,7 @@
 """One pass over one DisaggInference: read everything, decide, act, say what became of it."""
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -88,7 +88,15 @@ class Reconciler:
         self.on_conditions(key, said.status.conditions)
         if failures:
             raise failures[0]
-        return min(said.look_again_after or self.settings.resync_seconds, self.settings.resync_seconds)
+        return min(self._waits(key, said))
+
+    def _waits(self, key: Key, said: Report) -> Iterator[float]:
+        """Seconds until there is something to do again."""
+        yield self.settings.resync_seconds
+        if said.look_again_after is not None:
+            yield said.look_again_after
+        if key in self._courses:
+            yield autoscale.rest(self._courses[key], self.even_clock())
 
     async def _act(self, key: Key, resource: Manifest, wanted: Wanted) -> tuple[Report, list[Exception]]:
         policy = KeyPolicy(timedelta(days=self.settings.rotate_days), self.random)
@@ -119,10 +127,12 @@ class Reconciler:
         if autoscale.is_due(course, self.even_clock()):
             pages = await self.read_pages(autoscale.targets(observed, key.namespace, serving))
             now, rolling_out = self.clock(), is_rolling_out(wanted, observed, plan)
-            hold = autoscale.why_held(spec, observed, rolling_out=rolling_out, now=now)
-            course = autoscale.look(course, spec, observed, plan.pools, pages, hold, self.even_clock(), now)
-            for manifest in scaler_writes(wanted, observed, course):
-                await self._apply(key, manifest, failures)
+            hold = autoscale.why_held(key.name, spec, observed, rolling_out=rolling_out)
+            full, even = autoscale.why_full(observed, now), self.even_clock()
+            course = autoscale.look(course, spec, observed, plan.pools, pages, hold, full, even, now)
+            for role, manifest in scaler_writes(wanted, observed, course).items():
+                if not await self._apply(key, manifest, failures):
+                    course = autoscale.undone(course, role, str(failures[-1]))
         self._courses[key] = course
         self.on_course(key, course)
         return course
@@ -163,13 +173,16 @@ class Reconciler:
 
     async def _apply(
         self, key: Key, manifest: Manifest, failures: list[Exception], *, status: bool = False
-    ) -> None:
+    ) -> bool:
+        """Whether it was applied; if not, why is the last of `failures`."""
         try:
             await self.kube.apply(manifest, status=status)
-            if not status:
-                _log.info("%s: applied %s %s", key, *key_of(manifest))
         except KubeError as error:
             failures.append(error)
+            return False
+        if not status:
+            _log.info("%s: applied %s %s", key, *key_of(manifest))
+        return True
 
     async def _write_secret(self, key: Key, resource: Manifest, write: SecretWrite) -> None:
         await (self.kube.replace if write.exists else self.kube.create)(write.manifest)

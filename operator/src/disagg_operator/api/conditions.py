@@ -119,7 +119,7 @@ class Reason(StrEnum):
     METRICS_UNAVAILABLE = "MetricsUnavailable"
     """Metrics are missing or stale, so sizes are held."""
     SCALING_HELD = "ScalingHeld"
-    """Sizes are held until something else is over: a rollout, pods that find no node."""
+    """Sizes are held until something else is over: a rollout, a scaler that cannot be written."""
     RATIO_CONFLICT = "RatioConstraintViolated"
     """autoscaling.ratio and the roles' bounds cannot both be kept at this load, so sizes are held."""
     SCALED_UP = "ScaledUp"

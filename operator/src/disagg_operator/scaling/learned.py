@@ -38,6 +38,8 @@ from .seen import Seen, unbroken
 KEPT_SECONDS = 3600.0
 LEAST_SAMPLES = 5
 """Of one kind, before anything follows from them; each is of one pod and one window."""
+LEAST_SPENT = 1e-3
+"""Seconds of prefill, below which nothing is divided by them: no engine is so fast."""
 LEAST_PROMPTS = 3
 """An engine has to have finished within a window, for what it computed to say anything."""
 
@@ -157,7 +159,7 @@ def _busy(seen: Seen, mark: _Mark, now: float) -> Iterator[Lesson]:
 
 def _spent(seen: Seen, now: float) -> Iterator[Lesson]:
     seconds, computed = seen.increase(PREFILL_SECONDS), seen.increase(PROMPT_TOKENS, source=COMPUTED)
-    if _finished(seen) and computed and seconds:
+    if _finished(seen) and computed and seconds >= LEAST_SPENT:
         yield Lesson(now, computed / seconds * len(seen.engines(WAITING)))
 
 
@@ -181,4 +183,4 @@ def _carried(pods: Collection[Seen], now: float) -> Iterator[Lesson]:
 
 def _mean_prompt(prefill: Collection[Seen], before: float | None) -> float | None:
     prompts = math.fsum(seen.increase(PREFILLS) for seen in prefill)
-    return math.fsum(seen.increase(PROMPT_TOKENS) for seen in prefill) / prompts if prompts else before
+    return math.fsum(seen.increase(PROMPT_TOKENS) for seen in prefill) / prompts if prompts >= 1 else before

@@ -45,6 +45,7 @@ class Because(StrEnum):
     DOWN_RATE = "ScaleDownRate"
     RATIO = "Ratio"
     BUDGET = "Budget"
+    FULL = "NoRoom"
     OTHER_POOL = "OtherPoolFirst"
     RETAINED = "RetainedKV"
     REUSE_AT_RISK = "ReuseAtRisk"
@@ -108,12 +109,18 @@ class Decision:
 
 
 def decide(
-    inputs: Inputs, limits: Limits, sizes: Sizes, history: History, now: float, hold: str = ""
+    inputs: Inputs,
+    limits: Limits,
+    sizes: Sizes,
+    history: History,
+    now: float,
+    hold: str = "",
+    full: str = "",
 ) -> tuple[Decision, History]:
     """The decision of one tick and what to remember of it.
 
-    `sizes` are the pools' sizes as last decided. `hold` is why nothing may change now (a rollout, pods that cannot be
-    scheduled); sight goes on during it. The caller carries the decision out or not (Advisory); the history takes it that
+    `sizes` are the pools' sizes as last decided. `hold` is why nothing may change now (a rollout), `full` why nothing may grow
+    (pods that cannot be scheduled); sight goes on during either. The caller carries the decision out or not (Advisory); the history takes it that
     it is.
     """
     history = history.seen_until(now)
@@ -125,7 +132,7 @@ def decide(
     if hold:
         return replace(_unchanged(Outcome.HELD, sizes, Because.HELD, hold), arithmetic=terms), history
     choice = _Choice(inputs, inputs.prefill, inputs.decode, limits, sizes, history, now, terms)
-    decision = choice.made()
+    decision = choice.made(full)
     changes = [
         Resize(now, role, decision.desired.of(role) - sizes.of(role))
         for role in ENGINES
@@ -300,10 +307,12 @@ class _Choice:
         self._because: dict[Component, Because | None] = dict.fromkeys(ENGINES)
         self._detail = ""
 
-    def made(self) -> Decision:
+    def made(self, full: str) -> Decision:
         """Grow, shrink, then whatever bounds both pools together."""
         for role in ENGINES:
             self._grow(role)
+        if full:
+            self._do_not_grow()
         self._shrink_one()
         for role in ENGINES:
             self._clamp(role)
@@ -311,6 +320,8 @@ class _Choice:
         if conflict:
             self._sizes = self._clamped(self._current)
         self._keep_budget()
+        if full:
+            self._do_not_grow()
         return Decision(
             self._outcome(conflict),
             self._current,
@@ -386,6 +397,11 @@ class _Choice:
             return False
         rest = max(need.without_retained, need.sequences or 0.0)
         return rest <= self._current.decode * (1 + self._limits.tolerance)
+
+    def _do_not_grow(self) -> None:
+        for role in ENGINES:
+            if self._sizes.of(role) > self._current.of(role):
+                self._set(role, self._current.of(role), Because.FULL)
 
     # Shrinking
 

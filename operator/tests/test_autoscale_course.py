@@ -1,0 +1,576 @@
+"""What autoscaling remembers between looks, what it asks of a decision, and what it says of one."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operator_world import Manifest, parsed_spec
+from scaling_pages import Line
+from scaling_pages import decode as decode_page
+from scaling_pages import prefill as prefill_page
+from scaling_pages import router as router_page
+from scaling_world import as_the_crd_asks, autoscaling, no_number_is_none, scaled_spec
+
+from disagg_operator import autoscale
+from disagg_operator.api.conditions import Reason
+from disagg_operator.api.status import ConditionStatus, DisaggInferenceStatus, ScalingStatus
+from disagg_operator.api.types import DisaggInferenceSpec
+from disagg_operator.autoscale import TELL_EVERY, Course
+from disagg_operator.metrics import Metrics
+from disagg_operator.naming import KIND, Component
+from disagg_operator.observe import Observed, Pod, Workload
+from disagg_operator.pages import Answer, NoPage
+from disagg_operator.pools import Pool
+from disagg_operator.scaling.history import History, Resize
+from disagg_operator.scaling.inputs import Inputs, Sizes
+from disagg_operator.scaling.policy import Because, Decision, Outcome
+from disagg_operator.trouble import Trouble
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+REVISION = "0123abcd"
+ROLES = {
+    Component.PREFILL: "demo-prefill-0123abcd",
+    Component.DECODE: "demo-decode-0123abcd",
+    Component.ROUTER: "demo-router",
+}
+
+
+def pod(component: Component, number: int, **changes: Any) -> Pod:
+    made = Pod(
+        name=f"{ROLES[component]}-{number}",
+        component=component,
+        revision=None if component is Component.ROUTER else REVISION,
+        ready=True,
+        ready_since=NOW,
+        leaving=False,
+        trouble=None,
+        address=f"10.0.0.{number}",
+        created=NOW - timedelta(seconds=40),
+    )
+    return replace(made, **changes)
+
+
+def workload(component: Component = Component.DECODE, **changes: Any) -> Workload:
+    made = Workload(
+        kind="StatefulSet",
+        name=ROLES[component],
+        component=component,
+        revision=REVISION,
+        wanted=2,
+        settled=True,
+        replacing=False,
+        created=NOW,
+        applied=NOW,
+        refusal=None,
+    )
+    return replace(made, **changes)
+
+
+SCALERS: Mapping[tuple[str, str], Manifest] = {
+    ("DisaggInferenceScaler", f"demo-{role}"): {} for role in ("prefill", "decode")
+}
+
+
+def observed(*pods: Pod, **changes: Any) -> Observed:
+    return replace(Observed(live=SCALERS, pods=pods), **changes)
+
+
+def spec(mode: str = "Auto", **changes: Any) -> DisaggInferenceSpec:
+    return DisaggInferenceSpec.model_validate(scaled_spec(mode, **changes))
+
+
+class Watch:
+    """Looks of one course at two pods a role and a router."""
+
+    def __init__(self, course: Course | None = None, **changes: Any) -> None:
+        self.course = course or Course("uid-1", REVISION)
+        self.spec, self.even, self.now = spec(**changes), 1000.0, NOW
+        self.sizes = {Component.PREFILL: 2, Component.DECODE: 2}
+        self.seen = observed(
+            *(pod(c, n) for c in Component for n in range(1 if c is Component.ROUTER else 2))
+        )
+
+    def look(
+        self, pages: Mapping[Component, Answer], after: float = 15, hold: str = "", full: str = ""
+    ) -> Course:
+        self.even += after
+        self.now += timedelta(seconds=after)
+        answers = {p.name: pages[p.component] for p in self.seen.pods if p.component is not None}
+        sizes = {component: Pool(size, size) for component, size in self.sizes.items()}
+        self.course = autoscale.look(
+            self.course, self.spec, self.seen, sizes, answers, hold, full, self.even, self.now
+        )
+        return self.course
+
+    def work(
+        self, looks: int, tokens: float = 700, usage: float = 0.5, hold: str = "", full: str = ""
+    ) -> Course:
+        """So many looks at prefill pods that compute that many tokens per second each."""
+        for _ in range(looks):
+            at = self.even + 15
+            self.look(
+                {
+                    Component.PREFILL: prefill_page(computed=at * tokens, prompts=at * tokens / 1000),
+                    Component.DECODE: decode_page(usage=usage, running=3),
+                    Component.ROUTER: router_page(turns=2 * at * tokens / 1000),
+                },
+                hold=hold,
+                full=full,
+            )
+        return self.course
+
+
+NOTHING = dict.fromkeys(Component, NoPage("status 503"))
+
+
+def decided(course: Course) -> Decision:
+    assert course.decision is not None
+    return course.decision
+
+
+def told(course: Course, previous: ScalingStatus | None = None) -> ScalingStatus:
+    said = autoscale.told(course, previous)
+    assert said is not None
+    as_the_crd_asks(KIND, {"scaling": said.to_wire()})
+    return said
+
+
+# What a decision is bound by
+
+
+def test_limits_are_what_the_spec_says_in_seconds_shares_and_pods() -> None:
+    asked = spec(
+        prefill={"scaling": {"minReplicas": 2, "maxReplicas": 6}, "parallelism": {"tensor": 4}},
+        decode={
+            "scaling": {"minReplicas": 1, "maxReplicas": 9},
+            "parallelism": {"tensor": 2, "data": 2},
+            "extraArgs": ["--max-num-seqs", "64"],
+        },
+        autoscaling={
+            "mode": "Auto",
+            "ratio": {"minPercent": 25, "maxPercent": 300},
+            "maxDevices": 40,
+            "targets": {
+                "prefillUtilizationPercent": 60,
+                "prefillTokensPerSecond": 9000,
+                "remoteTokenCostMilli": 170,
+                "backlogDrainSeconds": 20,
+                "decodeKVUsagePercent": 70,
+                "decodeRunningPercent": 90,
+                "timeToFirstTokenMilliseconds": 1500,
+                "interTokenLatencyMilliseconds": 40,
+            },
+            "behavior": {
+                "tolerancePercent": 5,
+                "scaleUp": {"stabilizationWindowSeconds": 30, "maxPods": 3},
+                "scaleDown": {"stabilizationWindowSeconds": 900, "maxPods": 2},
+            },
+        },
+    )
+    limits = autoscale.limits(asked, observed(pod(Component.DECODE, 0), pod(Component.PREFILL, 0)))
+    assert (limits.prefill.least, limits.prefill.most, limits.prefill.devices) == (2, 6, 4)
+    assert (limits.decode.least, limits.decode.most, limits.decode.devices, limits.decode.engines) == (
+        1,
+        9,
+        4,
+        2,
+    )
+    assert (limits.utilization, limits.tokens_per_second, limits.remote_cost) == (0.6, 9000, 0.17)
+    assert (limits.drain_seconds, limits.kv_usage, limits.running, limits.sequences) == (20, 0.7, 0.9, 64)
+    assert (limits.ttft_target, limits.itl_target) == (1.5, 0.04)
+    assert (limits.ratio_least, limits.ratio_most, limits.max_devices) == (0.25, 3.0, 40)
+    assert (limits.tolerance, limits.up_window, limits.up_pods) == (0.05, 30, 3)
+    assert (limits.down_window, limits.down_pods, limits.pod_start_seconds) == (900, 2, 40)
+    assert not limits.decode_holds_reuse
+
+
+def test_without_a_word_in_the_spec_speed_and_cost_are_left_to_be_learned() -> None:
+    limits = autoscale.limits(spec(autoscaling={"mode": "Auto"}), observed())
+    assert (limits.tokens_per_second, limits.remote_cost, limits.sequences) == (None, None, None)
+    assert (limits.ttft_target, limits.itl_target, limits.max_devices) == (None, None, None)
+    assert limits.pod_start_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "decode", "sequences"),
+    [
+        (["--max-num-seqs=128"], [], 128),
+        (["--max-num-seqs", "128"], ["--max_num_seqs", "32"], 32),
+        (["--max-num-seqs", "auto"], [], None),
+        (["--max-num-seqs", "0"], [], None),
+        (["--max-num-seqs", "-4"], [], None),
+        (["--max-num-seqs"], [], None),
+    ],
+)
+def test_places_in_decodes_batch_are_what_the_flag_says(
+    engine: list[str], decode: list[str], sequences: int | None
+) -> None:
+    asked = spec(
+        engine={"image": "vllm:1", "extraArgs": engine},
+        decode={"scaling": {"maxReplicas": 8}, "extraArgs": decode},
+    )
+    assert autoscale.limits(asked, observed()).sequences == sequences
+
+
+def test_in_mode_bidirectional_pull_decode_holds_the_reuse() -> None:
+    pull = spec(kvTransfer={"mode": "BidirectionalPull"})
+    assert autoscale.limits(pull, observed()).decode_holds_reuse
+
+
+def test_a_pod_that_took_days_says_nothing_of_how_long_pods_take() -> None:
+    took = [30, 50, 40, 3 * 86_400, -10]
+    pods = [pod(Component.PREFILL, n, created=NOW - timedelta(seconds=s)) for n, s in enumerate(took)]
+    unknown = pod(Component.DECODE, 0, created=None)
+    assert autoscale.limits(spec(), observed(*pods, unknown)).pod_start_seconds == 40
+
+
+# Why sizes are held
+
+
+def test_nothing_holds_what_is_at_rest() -> None:
+    assert autoscale.why_held("demo", spec(), observed(workloads=(workload(),)), rolling_out=False) == ""
+    assert autoscale.why_full(observed(pod(Component.DECODE, 0), workloads=(workload(),)), NOW) == ""
+
+
+def test_rollouts_and_a_scaler_that_is_not_there_hold_both_pools() -> None:
+    assert "rollout" in autoscale.why_held("demo", spec(), observed(), rolling_out=True)
+    paused = parsed_spec(rollout={"paused": True})
+    assert "paused" in autoscale.why_held("demo", paused, observed(), rolling_out=False)
+    one = {("DisaggInferenceScaler", "demo-prefill"): {}}
+    why = autoscale.why_held("demo", spec(), observed(live=one), rolling_out=False)
+    assert why == "DisaggInferenceScaler demo-decode is not there yet"
+
+
+UNSCHEDULABLE = Trouble(Reason.UNSCHEDULABLE, "0/3 nodes are available")
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_full"),
+    [
+        ({}, True),
+        ({"created": NOW - timedelta(minutes=4)}, False),
+        ({"created": None}, False),
+        ({"created": NOW + timedelta(days=1)}, False),
+        ({"leaving": True}, False),
+        ({"component": Component.ROUTER}, False),
+        ({"trouble": None}, False),
+        ({"trouble": Trouble(Reason.IMAGE_PULL_FAILED, "no such image")}, False),
+    ],
+)
+def test_a_pod_that_has_long_found_no_node_keeps_pools_from_growing(
+    changes: Mapping[str, Any], is_full: bool
+) -> None:
+    waiting = pod(Component.DECODE, 3, ready=False, created=NOW - timedelta(minutes=6), trouble=UNSCHEDULABLE)
+    why = autoscale.why_full(observed(replace(waiting, **changes)), NOW)
+    assert bool(why) is is_full
+    assert "decode-0123abcd-3 has found no node for 5 minutes" in why or not is_full
+
+
+def test_a_quota_that_has_long_refused_pods_does_too() -> None:
+    quota = Trouble(Reason.QUOTA_EXCEEDED, "exceeded quota: gpus")
+    refused = workload(refusal=quota, applied=NOW - timedelta(minutes=6))
+    assert "exceeded quota: gpus" in autoscale.why_full(observed(workloads=(refused,)), NOW)
+    assert not autoscale.why_full(observed(workloads=(replace(refused, applied=NOW),)), NOW)
+
+
+def test_without_room_a_pool_does_not_grow_and_still_shrinks() -> None:
+    watch = Watch()
+    watch.sizes = {Component.PREFILL: 2, Component.DECODE: 6}
+    course = watch.work(4, tokens=1400, full="pod x has found no node for 5 minutes")
+    assert decided(course).desired == Sizes(2, 6)
+    assert decided(course).prefill_because is Because.FULL
+    assert "no pool grows: pod x has found no node" in autoscale.claim(course).message
+    assert not course.history.changes
+    course = watch.work(24, tokens=1400, full="pod x has found no node for 5 minutes")
+    assert [change.by for change in course.history.changes] == [-1]
+    assert watch.work(1, tokens=1400).history.changes[-1].by == 2, "as soon as there is room"
+
+
+# Looks
+
+
+def test_a_look_is_due_at_first_after_a_while_and_when_the_clock_went_back() -> None:
+    course = Course()
+    assert autoscale.is_due(course, 0.0)
+    assert autoscale.rest(course, 0.0) == 0
+    course = replace(course, looked_at=100.0)
+    for now, rest in ((100.0, 15.0), (105.0, 10.0), (112.9, pytest.approx(2.1))):
+        assert not autoscale.is_due(course, now)
+        assert autoscale.rest(course, now) == rest
+    for now in (113.5, 115.0, 9000.0, 99.0):
+        assert autoscale.is_due(course, now)
+        assert autoscale.rest(course, now) == 0
+
+
+def test_ready_pods_of_the_revision_and_all_routers_are_asked() -> None:
+    seen = observed(
+        pod(Component.PREFILL, 0),
+        pod(Component.PREFILL, 1, revision="ffff0000"),
+        pod(Component.DECODE, 0, ready=False),
+        pod(Component.DECODE, 1, leaving=True),
+        pod(Component.DECODE, 2, address=None),
+        pod(Component.DECODE, 3),
+        pod(Component.ROUTER, 0),
+    )
+    asked = autoscale.targets(seen, "team-a", REVISION)
+    assert list(asked) == ["demo-prefill-0123abcd-0", "demo-decode-0123abcd-3", "demo-router-0"]
+    assert {target.namespace for target in asked.values()} == {"team-a"}
+    assert "vllm:kv_cache_usage_perc" in asked["demo-decode-0123abcd-3"].names
+    assert asked["demo-router-0"].port != 8000
+
+
+def test_a_ready_pod_without_an_address_is_missing() -> None:
+    watch = Watch()
+    lost = pod(Component.DECODE, 1, address=None)
+    watch.seen = observed(*(p for p in watch.seen.pods if p.name != lost.name), lost)
+    pages = {p.name: NoPage("status 503") for p in watch.seen.pods if p.address}
+    sizes = {component: Pool(2, 2) for component in watch.sizes}
+    course = autoscale.look(watch.course, watch.spec, watch.seen, sizes, pages, "", "", 1.0, NOW)
+    assert f"{lost.name}: not asked" in course.inputs.missing
+
+
+@pytest.mark.parametrize("mode", ["Advisory", "External"])
+def test_whoever_does_not_carry_decisions_out_is_told_the_next_one_all_the_same(mode: str) -> None:
+    watch = Watch(mode=mode)
+    watch.work(4, tokens=1700)
+    assert decided(watch.course).desired.prefill == 5
+    assert decided(watch.work(1, tokens=1700)).current.prefill == 5
+    watch.sizes[Component.PREFILL] = 3
+    assert decided(watch.work(1, tokens=1700)).current.prefill == 5, "a size on the way there changes nothing"
+
+
+def test_auto_begins_each_decision_from_the_pods_that_there_are() -> None:
+    watch = Watch()
+    watch.work(4, tokens=1700)
+    watch.sizes[Component.PREFILL] = 3
+    assert decided(watch.work(1, tokens=1700)).current.prefill == 3
+
+
+def test_a_decision_that_was_not_carried_out_counts_for_nothing() -> None:
+    watch = Watch()
+    course = watch.work(2, tokens=1700)
+    assert decided(course).desired.prefill == 5
+    undone = autoscale.undone(course, Component.PREFILL, "the server is away")
+    assert decided(undone).desired.prefill == 2
+    assert not [change for change in undone.history.changes if change.role is Component.PREFILL]
+    assert undone.history.ticks == course.history.ticks
+    claim = autoscale.claim(undone)
+    assert (claim.status, claim.reason) == (ConditionStatus.FALSE, Reason.SCALING_HELD)
+    assert claim.message == "sizes are held: the server is away"
+    assert autoscale.undone(Course(), Component.PREFILL, "away") == Course()
+
+
+def test_only_the_latest_change_of_that_role_is_undone() -> None:
+    earlier = Resize(10.0, Component.DECODE, 1)
+    other, latest = Resize(20.0, Component.PREFILL, 1), Resize(20.0, Component.DECODE, -1)
+    course = Course(
+        history=History(changes=(earlier, other, latest)),
+        looked_at=20.0,
+        decision=Decision(Outcome.GROWN, Sizes(1, 3), Sizes(2, 2)),
+    )
+    undone = autoscale.undone(course, Component.DECODE, "away")
+    assert undone.history.changes == (earlier, other)
+    assert decided(undone).desired == Sizes(2, 3)
+
+
+# What was learned
+
+
+def learned(**figures: Any) -> DisaggInferenceStatus:
+    scaling = {"decidedTime": "2026-01-01T00:00:00Z", "reason": "Steady", "learned": figures}
+    return DisaggInferenceStatus.model_validate({"revision": REVISION, "scaling": scaling})
+
+
+def test_a_new_operator_goes_on_from_what_was_learned_of_the_same_revision() -> None:
+    status = learned(prefillTokensPerSecond=9000, remoteTokenCostMilli=170)
+    course = autoscale.begin("uid-1", status, REVISION)
+    assert course.sight.lessons.learned.tokens_per_second == 9000
+    assert course.sight.lessons.learned.remote_cost == 0.17
+    assert not course.history.ticks
+    assert autoscale.is_due(course, 0.0)
+    assert told(Watch(course).look(NOTHING), status.scaling).learned == status.scaling.learned  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        DisaggInferenceStatus(),
+        learned(prefillTokensPerSecond=9000).model_copy(update={"revision": "ffff0000"}),
+        learned(prefillTokensPerSecond=9000).model_copy(update={"revision": None}),
+    ],
+)
+def test_nothing_is_resumed_of_another_revision(status: DisaggInferenceStatus) -> None:
+    assert autoscale.begin("uid-1", status, REVISION) == Course("uid-1", REVISION)
+
+
+def test_what_another_revision_taught_goes_from_the_status_at_once() -> None:
+    """Or an operator that starts anew would take it for this one's."""
+    old = learned(prefillTokensPerSecond=9000).scaling
+    assert old is not None
+    old = old.model_copy(update={"reason": "MetricsUnavailable", "decided_time": NOW})
+    course = Watch().look(NOTHING)
+    assert told(course, old).learned is None
+
+
+@pytest.mark.parametrize("figures", [{}, {"remoteTokenCostMilli": 40}, {"prefillTokensPerSecond": 0}])
+def test_figures_that_are_not_all_there_are_resumed_as_they_are(figures: Mapping[str, int]) -> None:
+    course = autoscale.begin("uid-1", learned(**figures), REVISION)
+    assert decided(Watch(course).work(3)).arithmetic is not None
+
+
+# The status
+
+
+def test_a_status_is_written_when_the_decision_changes_or_is_a_minute_old() -> None:
+    watch = Watch()
+    first = told(watch.work(4))
+    assert told(watch.work(1), first) is first
+    assert told(watch.work(2), first) is first
+    later = told(watch.work(1), first)
+    assert later.decided_time - first.decided_time == TELL_EVERY
+    assert told(watch.work(1, hold="a rollout is in progress"), later).reason == "Held"
+    grown = told(watch.work(1, tokens=2000), later)
+    assert grown.prefill is not None
+    assert grown.prefill.desired_replicas > grown.prefill.current_replicas
+
+
+@pytest.mark.parametrize("ahead", [timedelta(seconds=1), timedelta(days=3)])
+def test_a_status_from_the_future_is_written_again(ahead: timedelta) -> None:
+    course = Watch().work(4)
+    now = told(course)
+    before = now.model_copy(update={"decided_time": now.decided_time + ahead})
+    assert told(course, before) == now
+
+
+def test_before_the_first_look_the_status_stays() -> None:
+    previous = told(Watch().work(2))
+    assert autoscale.told(Course(), previous) is previous
+    assert autoscale.told(Course(), None) is None
+
+
+def test_the_status_has_the_numbers_and_the_sentence_too() -> None:
+    status = told(Watch().work(6)).to_wire()
+    assert status["message"].startswith("prefill 2 (need 1.87")
+    assert status["prefill"]["needMilli"] == 1867
+    assert status["inputs"]["offeredTokensPerSecond"] == 1400
+    assert status["inputs"]["kvUsageMilli"] == 500
+    assert status["inputs"]["decodePods"] == 2
+    assert "ttftMilliseconds" not in status["inputs"], "what nobody measured is not there"
+
+
+def test_reuse_is_told_with_the_decision_of_the_same_look() -> None:
+    course = Watch().work(5)
+    scaling = told(course)
+    reuse = autoscale.reuse(course, None, scaling)
+    assert reuse is not None
+    assert (reuse.observed_time, reuse.window_seconds, reuse.ratio_percent) == (scaling.decided_time, 60, 0)
+    assert reuse.computed_tokens == reuse.prompt_tokens > 0
+    as_the_crd_asks(KIND, {"reuse": reuse.to_wire()})
+    older = scaling.model_copy(update={"decided_time": scaling.decided_time - timedelta(seconds=30)})
+    assert autoscale.reuse(course, reuse, older) is reuse
+    assert autoscale.reuse(course, reuse, None) is reuse
+    assert autoscale.reuse(Course(), reuse, scaling) is reuse
+
+
+def test_without_prompts_nobody_knows_the_reuse() -> None:
+    watch = Watch()
+    watch.work(3)
+    before = autoscale.reuse(watch.course, None, told(watch.course))
+    watch.work(20, tokens=0)  # the counters stand far below what they were: the engines began anew
+    assert autoscale.reuse(watch.course, before, told(watch.course)) is before
+    metrics = Metrics()
+    metrics.show_course("default", "demo", watch.course)
+    assert "disagg_reuse_ratio{" not in metrics.render().decode()
+
+
+# The condition
+
+
+def test_each_outcome_has_its_claim() -> None:
+    sizes = Sizes(2, 2)
+    claims = {}
+    for outcome in Outcome:
+        course = Course(decision=Decision(outcome, sizes, sizes, detail="because"))
+        claims[outcome] = autoscale.claim(course)
+    assert {outcome: claim.reason for outcome, claim in claims.items()} == {
+        Outcome.GROWN: Reason.SCALING,
+        Outcome.SHRUNK: Reason.SCALING,
+        Outcome.STEADY: Reason.SCALING,
+        Outcome.HELD: Reason.SCALING_HELD,
+        Outcome.BLIND: Reason.METRICS_UNAVAILABLE,
+        Outcome.CONFLICT: Reason.RATIO_CONFLICT,
+    }
+    for claim in claims.values():
+        assert (claim.status is ConditionStatus.TRUE) is (claim.reason is Reason.SCALING)
+    assert autoscale.claim(Course()).reason is Reason.METRICS_UNAVAILABLE
+    assert "nobody has looked yet" in autoscale.claim(Course()).message
+
+
+def test_missing_pods_are_named_up_to_a_number() -> None:
+    missing = tuple(f"pod-{n}: status 503" for n in range(64))
+    sizes = Sizes(2, 2)
+    blind = Course(inputs=Inputs(None, None, missing), decision=Decision(Outcome.BLIND, sizes, sizes))
+    message = autoscale.claim(blind).message
+    assert "pod-4: status 503 and 59 more" in message
+    assert "pod-5" not in message
+    steady = replace(blind, decision=Decision(Outcome.STEADY, sizes, sizes))
+    assert "no pool shrinks, metrics are missing: pod-0" in autoscale.claim(steady).message
+
+
+# Numbers of every kind
+
+FIGURES = st.one_of(
+    st.sampled_from([0.0, 1.0, 5e-324, 1e-30, 1e17, 1e18, 1e19, 1e308, float("inf"), float("nan"), -1.0]),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.floats(0, 1),
+    st.integers(0, 10**19).map(float),
+)
+
+
+@st.composite
+def strange_pages(draw: st.DrawFn) -> Mapping[Component, Answer]:
+    more: list[Line] = [
+        ("vllm:nixl_xfer_time_seconds_sum", {"engine": "0"}, draw(FIGURES)),
+        ("disagg_kv_push_tokens_total", {"engine": "0", "direction": "decode_to_prefill"}, draw(FIGURES)),
+        ("disagg_kv_write_seconds_sum", {"engine": "0", "direction": "decode_to_prefill"}, draw(FIGURES)),
+    ]
+    numbers = {
+        name: draw(FIGURES) for name in ("computed", "cached", "prompts", "seconds", "waiting", "hits")
+    }
+    return {
+        Component.PREFILL: prefill_page(**numbers, more=more[:1]),
+        Component.DECODE: decode_page(
+            usage=draw(st.floats(0, 1)), running=draw(FIGURES), waiting=draw(FIGURES), more=more[1:]
+        ),
+        Component.ROUTER: router_page(
+            turns=draw(FIGURES),
+            waiting=draw(FIGURES),
+            more=[("disagg_router_retained_kv_blocks", {}, draw(FIGURES))],
+        ),
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(strange_pages(), min_size=2, max_size=8), st.sampled_from([15.0, 1.0, 61.0, 200.0]))
+def test_whatever_pods_count_the_status_and_our_metrics_hold_numbers_that_are_accepted(
+    looks: list[Mapping[Component, Answer]], after: float
+) -> None:
+    targets = autoscaling(prefillTokensPerSecond=None, remoteTokenCostMilli=None)
+    watch, metrics = Watch(autoscaling=targets), Metrics()
+    scaling: ScalingStatus | None = None
+    for pages in looks:
+        course = watch.look(pages, after)
+        scaling = told(course, None)
+        reuse = autoscale.reuse(course, None, scaling)
+        if reuse is not None:
+            as_the_crd_asks(KIND, {"reuse": reuse.to_wire()})
+        metrics.show_course("default", "demo", course)
+        no_number_is_none(metrics.render().decode().splitlines())
+        decision = decided(course)
+        for role in (Component.PREFILL, Component.DECODE):
+            assert 1 <= decision.desired.of(role) <= 8
+        watch.sizes = {role: decision.desired.of(role) for role in watch.sizes}
