@@ -65,6 +65,27 @@ def test_a_workload_is_settled_when_its_controller_has_seen_it_and_all_pods_are_
     assert workload.applied == datetime(2026, 1, 2, tzinfo=UTC), "others' changes are not our progress"
 
 
+@pytest.mark.parametrize(
+    ("seen", "exist", "updated", "replacing"),
+    [
+        (3, 4, 4, False),
+        (2, 4, 4, True),
+        (3, 4, 2, True),
+        (3, 2, 2, False),
+        (3, 6, 4, False),
+        (3, 0, 0, False),
+    ],
+    ids=["at rest", "not seen yet", "old pods", "pods that a quota refuses", "pods that end", "no pod"],
+)
+def test_pods_are_being_replaced_only_while_some_are_of_an_older_template(
+    seen: int, exist: int, updated: int, replacing: bool
+) -> None:
+    item = stateful_set(replicas=4, observedGeneration=seen, updatedReplicas=updated)
+    item["status"]["replicas"] = exist
+    (workload,) = observe("us", [item]).workloads
+    assert workload.replacing is replacing
+
+
 def test_a_pod_that_is_being_deleted_counts_for_nothing() -> None:
     pod = {
         "kind": "Pod",

@@ -378,6 +378,24 @@ async def test_a_cluster_that_cannot_be_read_leaves_sizes_and_what_was_said() ->
     assert await scene.until(lambda: scene.scaler() < 4) >= WINDOW, "nobody has seen the load meanwhile"
 
 
+async def test_a_fault_of_our_own_is_told_and_keeps_sizes_and_what_was_decided() -> None:
+    scene = Scene.of(prefill=2, tokens=1350)
+    await scene.run(120)
+    decided = scene.status()["scaling"]
+    scene.even = "noon"  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        await scene.pass_()
+    ready = scene.worlds["demo"].condition("Ready")
+    assert ready is not None
+    assert ready["reason"] == "InternalError"
+    assert scene.status()["scaling"] == decided
+    assert scene.courses["demo"] is None
+    scene.even = 5000.0
+    await scene.run(60)
+    assert scene.active()["reason"] == "Scaling"
+    assert scene.scaler() == 2
+
+
 async def test_a_status_that_cannot_be_written_costs_no_event() -> None:
     scene = Scene.of(prefill=1, tokens=3600)
     away = classify("status", 503, "away")

@@ -78,9 +78,8 @@ class Reconciler:
         resource = await self.kube.get(KIND, key.namespace, key.name)
         if resource is None or "deletionTimestamp" in resource["metadata"]:
             self.on_conditions(key, ())
-            self.on_course(key, None)
             self._standings.pop(key, None)
-            self._courses.pop(key, None)
+            self._forget_course(key)
             return None  # the garbage collector takes the children
         wanted = read(resource, self.settings)
         said, failures = await self._act(key, resource, wanted)
@@ -109,7 +108,12 @@ class Reconciler:
             return report_blind(wanted, error, self.clock()), [error]
         failures = await self._carry_out(key, resource, plan)
         engines = await self._look(key, wanted, observed)
-        course = await self._autoscale(key, wanted, observed, plan, failures)
+        try:
+            course = await self._autoscale(key, wanted, observed, plan, failures)
+        except Exception as error:  # a fault of ours there must not keep the rest from being told
+            failures.append(error)
+            self._forget_course(key)
+            course = None
         return report(wanted, observed, plan, failures, self.clock(), engines, course), failures
 
     async def _autoscale(
@@ -118,8 +122,7 @@ class Reconciler:
         """What becomes of the sizes; a scaler that is written here makes a pass of its own."""
         spec, serving = wanted.spec, plan.step.serving
         if spec is None or not autoscale.is_active(spec) or wanted.refusal is not None:
-            self._courses.pop(key, None)
-            self.on_course(key, None)
+            self._forget_course(key)
             return None
         course = self._courses.get(key)
         if course is None or (course.uid, course.revision) != (wanted.owner.uid, serving):
@@ -136,6 +139,10 @@ class Reconciler:
         self._courses[key] = course
         self.on_course(key, course)
         return course
+
+    def _forget_course(self, key: Key) -> None:
+        self._courses.pop(key, None)
+        self.on_course(key, None)
 
     async def _look(self, key: Key, wanted: Wanted, observed: Observed) -> Standing:
         """What engines refuse of each other; they are looked at last, so that nothing waits for it."""
