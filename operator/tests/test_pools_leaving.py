@@ -194,6 +194,18 @@ def test_a_still_smaller_size_begins_the_handover_anew() -> None:
     assert world.ready("decode") == 4, "pod 2 has been leaving for less than a minute"
 
 
+def test_a_scaler_does_not_count_pods_that_are_leaving() -> None:
+    world = scaled()
+    scale(world, "decode", 4)
+    world.settle()
+    scale(world, "decode", 3)
+    world.reconcile()
+    world.tick()
+    (status,) = [s["status"] for s in world.plan().statuses if s["metadata"]["name"] == "demo-decode"]
+    assert world.ready("decode") == 4
+    assert status["replicas"] == 3
+
+
 def test_pods_that_never_came_up_leave_at_once() -> None:
     world = scaled()
     world.can_start = lambda template: False

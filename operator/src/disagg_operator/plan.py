@@ -169,7 +169,7 @@ def make_plan(wanted: Wanted, observed: Observed, now: datetime, policy: KeyPoli
         item for key, item in observed.live.items() if key not in wanted.keys and not _is_kept(item, step)
     )
     secret = _secret_write(wanted, observed, taken, now, policy)
-    return Plan(step, secret, apply, prune, _scaler_statuses(wanted, observed), sizes)
+    return Plan(step, secret, apply, prune, _scaler_statuses(wanted, observed, sizes), sizes)
 
 
 def _pools(wanted: Wanted, observed: Observed, now: datetime) -> Pools:
@@ -202,14 +202,15 @@ def _as_it_may_be(manifest: Manifest, live: Manifest | None) -> Manifest:
     return {**pinned, "metadata": {**pinned["metadata"], **version}, "spec": live["spec"]}
 
 
-def _scaler_statuses(wanted: Wanted, observed: Observed) -> tuple[Manifest, ...]:
+def _scaler_statuses(wanted: Wanted, observed: Observed, sizes: Pools) -> tuple[Manifest, ...]:
+    """Without pods that are leaving: an HPA whose wish is near the number that it reads would take that, and call them back."""
     found = []
     for component in ENGINES:
         scaler = observed.live.get((SCALER_KIND, role_name(wanted.owner.name, component)))
         if scaler is None or key_of(scaler) not in wanted.keys:
             continue
         meta = scaler["metadata"]
-        pods = len(observed.pods_of(component))
+        pods = max(len(observed.pods_of(component)) - sizes[component].leaving, 0)
         status = scaler_status(wanted.owner.name, component, pods, meta["generation"])
         if scaler.get("status") != status:
             named = {key: meta[key] for key in ("namespace", "name", "uid")}

@@ -70,7 +70,7 @@ def scaler_crd() -> dict[str, Any]:
         },
         columns=(
             _column("Desired", ".spec.replicas", "Pods wanted.", type_="integer"),
-            _column("Current", ".status.replicas", "Pods that exist.", type_="integer"),
+            _column("Current", ".status.replicas", "Pods that exist and take new turns.", type_="integer"),
             _column("Age", ".metadata.creationTimestamp", "Time since creation.", type_="date"),
         ),
     )

@@ -123,7 +123,7 @@ class DisaggInferenceScalerSpec(ApiObject):
 class DisaggInferenceScalerStatus(ApiObject):
     """The size of one role as it is."""
 
-    replicas: Annotated[int, Field(description="Pods that exist.")] = 0
+    replicas: Annotated[int, Field(description="Pods that exist and take new turns.")] = 0
     selector: Annotated[str, Field(description="Label selector of the role's pods, for HPA.")] = ""
     observed_generation: Annotated[
         int | None,

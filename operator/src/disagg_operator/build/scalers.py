@@ -20,6 +20,6 @@ def build_scaler(name: str, namespace: str, component: Component, replicas: int)
 
 
 def scaler_status(name: str, component: Component, pods: int, generation: int) -> Manifest:
-    """Its status: what HPA and `kubectl scale` go by. Pods of every revision share the load, so all count."""
+    """Its status: what HPA and `kubectl scale` go by. Pods of every revision share the load, so all count that take new turns."""
     chosen = ",".join(f"{key}={value}" for key, value in sorted(selector(name, component).items()))
     return {"replicas": pods, "selector": chosen, "observedGeneration": generation}
