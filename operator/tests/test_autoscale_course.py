@@ -107,21 +107,35 @@ class Watch:
         return self.course
 
     def work(
-        self, looks: int, tokens: float = 700, usage: float = 0.5, hold: str = "", full: str = ""
+        self,
+        looks: int,
+        tokens: float = 700,
+        usage: float = 0.5,
+        hold: str = "",
+        full: str = "",
+        gap: float = 0.02,
     ) -> Course:
-        """So many looks at prefill pods that compute that many tokens per second each."""
+        """So many looks at prefill pods that compute that many tokens per second each, and decode with a token every `gap`
+        seconds."""
         for _ in range(looks):
             at = self.even + 15
             self.look(
                 {
                     Component.PREFILL: prefill_page(computed=at * tokens, prompts=at * tokens / 1000),
-                    Component.DECODE: decode_page(usage=usage, running=3),
+                    Component.DECODE: decode_page(usage=usage, running=3, more=_gaps(at, gap)),
                     Component.ROUTER: router_page(turns=2 * at * tokens / 1000),
                 },
                 hold=hold,
                 full=full,
             )
         return self.course
+
+
+def _gaps(count: float, gap: float) -> list[Line]:
+    name = "vllm:inter_token_latency_seconds_bucket"
+    own = {"engine": "0", "model_name": "m"}
+    bounds = (("0.05", 0.05), ("0.5", 0.5), ("+Inf", float("inf")))
+    return [(name, {**own, "le": le}, count if gap <= bound else 0) for le, bound in bounds]
 
 
 NOTHING = dict.fromkeys(Component, NoPage("status 503"))
@@ -341,6 +355,16 @@ def test_whoever_does_not_carry_decisions_out_is_told_the_next_one_all_the_same(
     assert decided(watch.work(1, tokens=1700)).current.prefill == 5
     watch.sizes[Component.PREFILL] = 3
     assert decided(watch.work(1, tokens=1700)).current.prefill == 5, "a size on the way there changes nothing"
+
+
+@pytest.mark.parametrize("mode", ["Advisory", "External"])
+def test_late_tokens_in_pools_that_nobody_enlarged_raise_no_advice(mode: str) -> None:
+    watch = Watch(autoscaling=autoscaling(mode, interTokenLatencyMilliseconds=50))
+    slow = [watch.work(1, tokens=100, gap=0.4) for _ in range(40)]
+    assert {decided(course).desired.decode for course in slow} == {2, 3}
+    watch.sizes[Component.DECODE] = 3
+    more = [watch.work(1, tokens=100, gap=0.4) for _ in range(12)]
+    assert decided(more[-1]).desired.decode == 4, "it was done, and did not suffice"
 
 
 def test_auto_begins_each_decision_from_the_pods_that_there_are() -> None:

@@ -128,9 +128,12 @@ def look(
     }
     sight = see(course.sight, pods, pages, even, window)
     inputs = measure(sight, even, window)
-    decision, history = decide(
-        inputs, limits(spec, observed), _sizes(course, spec, pools), course.history, even, hold, full
-    )
+    sizes = _sizes(course, spec, pools)
+    felt = inputs
+    if any(sizes.of(component) > pool.size for component, pool in pools.items()):
+        # Nobody has made the pools as large as was said. How long users wait in them says nothing about that size.
+        felt = replace(inputs, ttft_p95=None, itl_p95=None)
+    decision, history = decide(felt, limits(spec, observed), sizes, course.history, even, hold, full)
     return replace(
         course,
         sight=sight,
