@@ -61,7 +61,11 @@ def hold_conversation(
 
 
 def ask(
-    client: OpenAI, model: str, messages: list[ChatCompletionMessageParam], show: Callable[[str], None]
+    client: OpenAI,
+    model: str,
+    messages: list[ChatCompletionMessageParam],
+    show: Callable[[str], None],
+    most_tokens: int = ANSWER_TOKENS,
 ) -> Answer:
     """Stream one answer. TTFT is from sending the request to the first piece of text at this client."""
     sent = time.monotonic()
@@ -71,7 +75,7 @@ def ask(
     stream = client.chat.completions.create(
         model=model,
         messages=messages,
-        max_tokens=ANSWER_TOKENS,
+        max_tokens=most_tokens,
         temperature=0,
         frequency_penalty=0.8,  # a model of 135 million parameters likes to repeat itself
         stream=True,
