@@ -15,7 +15,9 @@ from disagg_operator.naming import Component
 from disagg_operator.pages import Answer, NoPage, Page, Sample
 from disagg_operator.scaling.history import EMPTY, History
 from disagg_operator.scaling.inputs import Inputs, Limits, Reuse, RoleLimits, Sizes
+from disagg_operator.scaling.names import RUNNING
 from disagg_operator.scaling.policy import Because, Decision, Outcome, decide
+from disagg_operator.scaling.seen import MOST_SERIES
 from disagg_operator.scaling.signals import NAMES, NOTHING, measure, see
 
 LIMITS = Limits(
@@ -532,6 +534,32 @@ def test_a_series_that_is_there_twice_is_none() -> None:
     inputs = Watch(decode=1).look({**load(0), "d0": (*decode(), *decode())})
     assert inputs.missing[0].startswith("d0: ")
     assert "is there twice" in inputs.missing[0]
+
+
+def aborted(n: int, prefix: str = "") -> list[Line]:
+    return [("disagg_kv_writeback_aborted_total", {"reason": f"{prefix}{i}"}, 1.0) for i in range(n)]
+
+
+def test_labels_that_never_come_again_do_not_pile_up() -> None:
+    watch, known = Watch(prefill=1), []
+    for n in range(12):
+        inputs = watch.look({**load(0), "p0": prefill(more=aborted(1000, f"{n}-"))})
+        known.append(sum(map(len, watch.sight.pods["p0"].last.values())))
+    assert max(known) <= MOST_SERIES
+    assert inputs.missing[0] == f"p0: more than {MOST_SERIES} series"
+
+
+def test_a_page_of_very_many_series_is_none() -> None:
+    inputs = Watch(prefill=1).look({**load(0), "p0": prefill(more=aborted(MOST_SERIES))})
+    assert inputs.missing[0] == f"p0: more than {MOST_SERIES} series"
+
+
+def test_a_label_that_nobody_could_read_is_not_quoted() -> None:
+    inputs = Watch(decode=1).look(
+        {**load(0), "d0": (*decode(), *without(decode(engine="9" * 5000), RUNNING))}
+    )
+    assert inputs.missing[0].startswith("d0: the labels of vllm:")
+    assert inputs.missing[0].endswith("are too long")
 
 
 # One pod, several engines

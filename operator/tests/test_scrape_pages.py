@@ -11,6 +11,7 @@ from disagg_operator import scrape
 from disagg_operator.mismatch import COUNTERS
 from disagg_operator.pages import NoPage, Target
 from disagg_operator.scrape import read_pages, samples
+from disagg_operator.web import UnusableError
 
 PAGE = """\
 # HELP vllm:num_requests_running Requests.
@@ -213,3 +214,18 @@ async def test_nobody_to_ask() -> None:
 def test_a_line_that_is_looked_for_must_be_readable() -> None:
     with pytest.raises(ValueError, match="convert string to float"):
         samples('disagg_kv_refused_messages_total{reason="fingerprint"} not a number\n', COUNTERS)
+
+
+@pytest.mark.parametrize(
+    ("page", "why"),
+    [
+        ("".join(f'disagg_x_total{{n="{n}"}} 1\n' for n in range(5001)), "more than 5000 samples"),
+        ('disagg_x_total{n="' + '\\"' * 100_000 + '"} 1\n', "a line of more than 4096 characters"),
+        ("disagg_x_total{" + ",".join(f'n{n}=""' for n in range(10_000)) + "} 1\n", "a line of more than"),
+    ],
+    ids=["samples", "escapes", "labels"],
+)
+def test_a_page_that_would_take_long_to_parse_is_not_parsed(page: str, why: str) -> None:
+    with pytest.raises(UnusableError, match=why):
+        samples(page, {"disagg_x_total"})
+    assert samples(page, {"another_total"}) == ()

@@ -23,6 +23,10 @@ _ALL_SECONDS = 8.0
 """For all pods, however many do not answer: less than there is between two looks."""
 _MAX_BYTES = 4 * 2**20
 """A page of vLLM with the connector has about 100 KiB an engine."""
+_MOST_SAMPLES = 5_000
+"""Of the wanted ones on a page, where an engine has about a hundred. Nothing else goes on while they are parsed, 20 us each."""
+_MOST_CHARACTERS = 4_096
+"""Of a wanted line. Parsing takes by the square of its labels: minutes for one as long as a page may be."""
 _AT_ONCE = 64
 _NOT_METRICS = re.compile(r"^[ \t]*[^#A-Za-z_:\s]", re.MULTILINE)
 """How a line begins that is on no page of metrics."""
@@ -75,6 +79,10 @@ def samples(text: str, names: Collection[str]) -> Page:
         raise UnusableError("its answer is cut off")
     wanted = tuple(names)
     lines = [line for line in text.split("\n") if line.startswith(wanted)]
+    if len(lines) > _MOST_SAMPLES:
+        raise UnusableError(f"more than {_MOST_SAMPLES} samples")
+    if any(len(line) > _MOST_CHARACTERS for line in lines):
+        raise UnusableError(f"a line of more than {_MOST_CHARACTERS} characters")
     found = text_string_to_metric_families("".join(f"{line}\n" for line in lines))
     return tuple(
         Sample(sample.name, sample.labels, sample.value)

@@ -27,6 +27,11 @@ LEAST_SECONDS = 1.0
 """Between two points: over less, a rate is noise."""
 _POINTS = 8
 """About so many points of a window are kept."""
+MOST_SERIES = 5_000
+"""Of one pod, in all the time that it is watched. An engine has about a hundred; labels that never come again would fill memory."""
+MOST_LABEL_TEXT = 1_000
+"""Characters of one series' labels."""
+_TOO_MANY = f"more than {MOST_SERIES} series"
 _MOST = 1e18
 """No count that means anything is above, and products of those below are finite."""
 
@@ -63,9 +68,14 @@ class Seen:
             return replace(self, why="")  # what was seen before, once more
         counters = {name: series for name, series in page.items() if counts(name)}
         point = Point(at, self._totals(counters))
-        last = {name: {**self.last.get(name, {}), **series} for name, series in counters.items()}
+        last = {
+            **self.last,
+            **{name: {**self.last.get(name, {}), **series} for name, series in counters.items()},
+        }
+        if sum(map(len, last.values())) > MOST_SERIES:
+            return replace(self, why=_TOO_MANY)
         points = _kept((*self.points, point), window)
-        return Seen(self.component, "", page, {**self.last, **last}, points)
+        return Seen(self.component, "", page, last, points)
 
     def _totals(self, counters: Values) -> Values:
         if not self.points:
@@ -157,8 +167,12 @@ def _values(component: Component, answer: Answer) -> Values | str:
     """All of a page, or why it cannot be used."""
     if isinstance(answer, NoPage):
         return answer.why
+    if len(answer) > MOST_SERIES:
+        return _TOO_MANY
     found: dict[str, dict[Labels, float]] = {}
     for sample in answer:
+        if sum(len(key) + len(value) for key, value in sample.labels.items()) > MOST_LABEL_TEXT:
+            return f"the labels of {sample.name} are too long"
         if not math.isfinite(sample.value):
             return f"{sample.name} is no finite number"
         # A histogram's sum goes down if something less than nothing was observed, as vLLM does with requests that fail early.
