@@ -65,7 +65,6 @@ def scaled_manifest(name: str) -> dict[str, Any]:
         del spec[role]["replicas"]
         spec[role]["scaling"] = {"minReplicas": pods, "maxReplicas": pods}
         spec[role]["drain"]["handoverSeconds"] = HANDOVER
-    spec["router"]["resources"] = {"requests": {"cpu": "100m"}}  # or busy engines leave it next to nothing
     spec["autoscaling"] = {
         "mode": "Auto",
         "windowSeconds": WINDOW,
