@@ -222,3 +222,29 @@ def test_every_outcome_and_every_reason_has_a_case() -> None:
     assert {case.outcome for case in CASES.values()} == set(Outcome)
     reasons = {because for case in CASES.values() for because in (case.prefill, case.decode)}
     assert reasons == {None, *Because}
+
+
+def walk(ticks: list[Inputs], limits: Limits, first: Sizes) -> list[Sizes]:
+    """The sizes after each tick."""
+    history, sizes, found = EMPTY, first, []
+    for number, inputs in enumerate(ticks):
+        decision, history = decide(inputs, limits, sizes, history, number * TICK)
+        sizes = decision.desired
+        found.append(sizes)
+    return found
+
+
+def test_the_rate_of_shrinking_holds_in_a_window_of_more_than_an_hour() -> None:
+    ticks = int(7200 / TICK)
+    sizes = walk([IDLE_PREFILL] * (2 * ticks), with_limits(down_window=7200.0, down_pods=1), Sizes(8, 2))
+    assert sizes[-1] == Sizes(7, 2)
+
+
+def test_a_pool_that_grew_does_not_shrink_in_a_window_of_more_than_an_hour() -> None:
+    ticks = int(7200 / TICK)
+    limits = with_limits(down_window=7200.0, ttft_target=2.0, prefill=RoleLimits(2, 8))
+    late = seen(100.0, ttft_p95=3.0, backlog=1.0)
+    sizes = walk(
+        [*[IDLE_PREFILL] * 300, late, late, late, *[IDLE_PREFILL] * (ticks - 1)], limits, Sizes(2, 2)
+    )
+    assert {s.prefill for s in sizes[302:]} == {3}

@@ -14,7 +14,8 @@ MAX_GAP = 90.0
 """Seconds between two ticks above which they do not belong to the same unbroken time: six of the operator's ticks."""
 LATE_TICK = 30.0
 """Seconds between two ticks of which one in between was missed; that is no gap, however short a window is."""
-CHANGES_KEPT = 3600.0
+HOUR = 3600.0
+"""Seconds within which changes of direction are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,14 @@ class Resize:
 
 @dataclass(frozen=True)
 class History:
-    """Ticks of unbroken sight, oldest first, and the changes of the last hour."""
+    """Ticks of unbroken sight, and the changes of the last hour or of what may not be forgotten before; both oldest first."""
 
     ticks: tuple[Tick, ...] = ()
     changes: tuple[Resize, ...] = ()
 
-    def seen_until(self, now: float) -> "History":
-        """Without what a gap or a clock that went back makes worthless."""
-        changes = tuple(c for c in self.changes if 0 <= now - c.at < CHANGES_KEPT)
+    def seen_until(self, now: float, keep: float = HOUR) -> "History":
+        """Without what a gap or a clock that went back makes worthless, and changes of more than an hour and `keep` seconds ago."""
+        changes = tuple(c for c in self.changes if 0 <= now - c.at < max(HOUR, keep))
         unbroken = bool(self.ticks) and 0 <= now - self.ticks[-1].at <= MAX_GAP
         return History(self.ticks if unbroken else (), changes)
 
@@ -90,14 +91,14 @@ class History:
             abs(c.by) for c in self.changes if c.role is role and c.by * sign > 0 and now - c.at < seconds
         )
 
-    def turns(self, role: Component) -> int:
+    def turns(self, role: Component, now: float) -> int:
         """How often the role's size changed its direction within the last hour."""
-        signs = [c.by > 0 for c in self.changes if c.role is role]
+        signs = [c.by > 0 for c in self.changes if c.role is role and now - c.at < HOUR]
         return sum(one != other for one, other in pairwise(signs))
 
-    def last_sign(self, role: Component) -> int:
+    def last_sign(self, role: Component, now: float) -> int:
         """1 if the role grew last, -1 if it shrank, 0 if it did neither within the last hour."""
-        last = next((c.by for c in reversed(self.changes) if c.role is role), 0)
+        last = next((c.by for c in reversed(self.changes) if c.role is role and now - c.at < HOUR), 0)
         return (last > 0) - (last < 0)
 
     def late(self, count: int, *, tokens: bool) -> bool:

@@ -123,7 +123,7 @@ def decide(
     (pods that cannot be scheduled); sight goes on during either. The caller carries the decision out or not (Advisory); the history takes it that
     it is.
     """
-    history = history.seen_until(now)
+    history = history.seen_until(now, limits.down_window)
     if inputs.prefill is None or inputs.decode is None:
         missing = ", ".join(inputs.missing) or "no pods"
         return _unchanged(Outcome.BLIND, sizes, Because.MISSING, missing), history
@@ -452,7 +452,7 @@ class _Choice:
             return Because.MISSING
         if self._inputs.failed_share > FAILED_SHARE:
             return Because.TRANSFERS_FAIL
-        turns = self._history.turns(role) + (self._history.last_sign(role) > 0)
+        turns = self._history.turns(role, self._now) + (self._history.last_sign(role, self._now) > 0)
         if turns > MOST_TURNS:
             return Because.FLAPPING
         window = self._limits.down_window
