@@ -248,3 +248,22 @@ def test_a_pool_that_grew_does_not_shrink_in_a_window_of_more_than_an_hour() -> 
         [*[IDLE_PREFILL] * 300, late, late, late, *[IDLE_PREFILL] * (ticks - 1)], limits, Sizes(2, 2)
     )
     assert {s.prefill for s in sizes[302:]} == {3}
+
+
+def test_a_pool_that_is_too_large_for_the_ratio_can_still_shrink() -> None:
+    limits = with_limits(ratio_most=1.0, decode=RoleLimits(1, 2))
+    assert walk([IDLE_PREFILL] * 100, limits, Sizes(8, 2))[-1] == Sizes(1, 2)
+
+
+def test_a_pool_grows_as_far_as_the_ratio_lets_it() -> None:
+    limits = with_limits(prefill=RoleLimits(1, 2), decode=RoleLimits(1, 20), ratio_least=0.2)
+    full = seen(100.0, usage=0.95, pods=8, running=5.0, waiting=5.0)
+    assert walk([full], limits, Sizes(1, 4)) == [Sizes(2, 8)]
+    decision, _ = decide(seen(100.0, usage=0.95, pods=8, waiting=50.0), limits, Sizes(2, 9), EMPTY, 0.0)
+    assert (decision.outcome, decision.desired) == (Outcome.CONFLICT, Sizes(2, 10))
+
+
+def test_out_of_the_ratio_a_pool_does_not_grow() -> None:
+    limits = with_limits(ratio_least=0.5, prefill=RoleLimits(1, 3))
+    decision, _ = decide(seen(usage=0.95, pods=8), limits, Sizes(2, 8), EMPTY, 0.0)
+    assert (decision.outcome, decision.desired) == (Outcome.CONFLICT, Sizes(2, 8))

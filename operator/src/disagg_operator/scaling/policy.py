@@ -317,8 +317,6 @@ class _Choice:
         for role in ENGINES:
             self._clamp(role)
         conflict = not self._keep_ratio()
-        if conflict:
-            self._sizes = self._clamped(self._current)
         self._keep_budget()
         if full:
             self._do_not_grow()
@@ -496,7 +494,8 @@ class _Choice:
         )
 
     def _keep_ratio(self) -> bool:
-        """Raises the smaller side until the ratio holds; False if its bounds do not let it."""
+        """Raises the smaller side until the ratio holds; False if its bounds do not let it, and then the larger side grows no
+        further than they do."""
         limits, sizes = self._limits, self._sizes
         if sizes.decode == 0 or sizes.prefill == 0:
             return True
@@ -513,9 +512,25 @@ class _Choice:
                 f"may not have the {raised} pods that it would take (scaling.maxReplicas {self._bounds(role).most})"
             )
             self._because = dict.fromkeys(ENGINES, Because.RATIO)
+            self._sizes = self._nearest_to_ratio(role)
             return False
         self._set(role, raised, Because.RATIO)
         return True
+
+    def _nearest_to_ratio(self, smaller: Component) -> Sizes:
+        """What may be done although the `smaller` side cannot keep the ratio: nothing makes it worse, and a larger side that is
+        too large already may still shrink."""
+        limits, current, aim = self._limits, self._clamped(self._current), self._sizes
+        if smaller is Component.PREFILL:
+            larger, beside = Component.DECODE, 1 / limits.ratio_least
+        else:
+            larger, beside = Component.PREFILL, limits.ratio_most
+        most = math.floor(self._bounds(smaller).most * beside + 1e-9)
+        size = min(aim.of(larger), max(most, current.of(larger)))
+        least = math.ceil(size / beside - 1e-9) if size <= most else 0
+        return current.with_size(larger, size).with_size(
+            smaller, max(current.of(smaller), aim.of(smaller), least)
+        )
 
     def _keep_budget(self) -> None:
         """Of what would be added, the pool that lacks more by share goes first; what is there is never taken away."""
