@@ -69,6 +69,17 @@ def test_the_bounds_hold_whatever_stands_in_the_scaler(written: int, kept: int) 
     assert world.ready("decode") == kept
 
 
+@pytest.mark.parametrize("mode", ["Auto", "External"])
+def test_a_scaler_that_is_made_while_suspended_is_not_of_0_pods(mode: str) -> None:
+    """An HPA leaves a scaler of 0 alone, also when the object goes on."""
+    world = scaled(mode, suspend=True, decode={"scaling": {"minReplicas": 2, "maxReplicas": 8}})
+    assert (world.ready("prefill"), world.ready("decode")) == (0, 0)
+    assert [scaler(world, role)["spec"]["replicas"] for role in ("prefill", "decode")] == [1, 2]
+    world.edit(suspend=False)
+    world.settle()
+    assert (world.ready("prefill"), world.ready("decode")) == (1, 2)
+
+
 def test_a_deleted_scaler_comes_back_with_the_size_that_there_is() -> None:
     world = scaled()
     scale(world, "decode", 4)
@@ -251,7 +262,9 @@ def test_decode_keeps_what_it_promised_to_prefill() -> None:
     assert gone["decode"] >= 300
 
 
-@pytest.mark.parametrize("written", ["yesterday", "", "2999-01-01T00:00:00+00:00"])
+@pytest.mark.parametrize(
+    "written", ["yesterday", "", "2999-01-01T00:00:00+00:00", "0001-01-01T00:00:00+14:00"]
+)
 def test_a_time_that_cannot_be_ends_no_handover_early_and_holds_none_for_ever(written: str) -> None:
     world = scaled()
     scale(world, "decode", 2)

@@ -36,6 +36,8 @@ class Pool:
     """Set while the routers are told that pods from ordinal `size` on are leaving."""
     leaving_until: datetime | None = None
     """When they are stopped."""
+    resumes_with: int = 0
+    """Of a suspended pool: the size that it will have again. A new scaler has it, since an HPA leaves one of 0 alone for good."""
 
     @property
     def leaving(self) -> int:
@@ -63,10 +65,11 @@ def pools(name: str, spec: DisaggInferenceSpec, target: str, observed: Observed,
 
 def fixed_pools(spec: DisaggInferenceSpec) -> Pools:
     """Both roles' pools as the spec alone says."""
-    sizes = {
-        component: 0 if spec.suspend else role_of(spec, component).fixed_replicas for component in ENGINES
+    sizes = {component: role_of(spec, component).fixed_replicas for component in ENGINES}
+    return {
+        component: Pool(0, 0, resumes_with=size) if spec.suspend else Pool(size, size)
+        for component, size in sizes.items()
     }
-    return {component: Pool(size, size) for component, size in sizes.items()}
 
 
 def scaled_size(name: str, spec: DisaggInferenceSpec, component: Component, observed: Observed) -> int:
@@ -96,12 +99,12 @@ def handover_seconds(spec: DisaggInferenceSpec, component: Component) -> int:
 def _pool(
     name: str, spec: DisaggInferenceSpec, component: Component, target: str, observed: Observed, now: datetime
 ) -> Pool:
-    if spec.suspend:
-        return Pool(0, 0)
     if is_scaled(spec):
         size = scaled_size(name, spec, component, observed)
     else:
         size = role_of(spec, component).fixed_replicas
+    if spec.suspend:
+        return Pool(0, 0, resumes_with=size)
     workload = observed.engines(target, component)
     beyond = [
         p for p in observed.pods if (p.component, p.revision) == (component, target) and p.ordinal >= size
@@ -125,7 +128,7 @@ def _leaving_since(service: Manifest | None, size: int, now: datetime) -> dateti
             since = datetime.fromisoformat((meta.get("annotations") or {})[ANNOTATION_LEAVING]).astimezone(
                 UTC
             )
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, OverflowError):
             return now
         return min(since, now)
     return now
@@ -137,7 +140,9 @@ def fit(name: str, manifests: Iterable[Manifest], target: str, pools: Pools) -> 
     for component, pool in pools.items():
         engines = engine_name(name, component, target)
         changes["StatefulSet", engines] = {"spec": {"replicas": pool.held}}
-        changes[SCALER_KIND, role_name(name, component)] = {"spec": {"replicas": pool.size}}
+        changes[SCALER_KIND, role_name(name, component)] = {
+            "spec": {"replicas": pool.size or pool.resumes_with}
+        }
         if pool.leaving_since is not None:
             moment = pool.leaving_since.astimezone(UTC).isoformat(timespec="seconds")
             changes["Service", engines] = {
