@@ -119,6 +119,12 @@ async def test_labels_of_the_scrape_make_no_series(fake: Fake) -> None:
     assert (await read(fake, "p-0"))["p-0"] == (Sample(TOKENS, {"source": "local_compute"}, 7.0, 5.0),)
 
 
+async def test_a_label_is_text_whatever_comes(fake: Fake) -> None:
+    fake.scraped("p-0", WAITING, "3")
+    fake.series[0]["metric"]["engine"] = 5
+    assert (await read(fake, "p-0"))["p-0"] == (Sample(WAITING, {"engine": "5"}, 3.0, 5.0),)
+
+
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "1e400"])
 async def test_what_is_no_number_stays_none(fake: Fake, value: str) -> None:
     fake.scraped("p-0", WAITING, value)

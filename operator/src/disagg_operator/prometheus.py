@@ -137,4 +137,4 @@ def _page(found: Sequence[_Series], names: Collection[str], now: float) -> Answe
 def _kept(labels: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     """The pod's own: where the scrape has one of that name too, the pod's is called `exported_`."""
     own = {name: labels.get(f"exported_{name}", labels.get(name)) for name in _LABELS}
-    return frozenset((name, value) for name, value in own.items() if value is not None)
+    return frozenset((name, str(value)) for name, value in own.items() if value is not None)
