@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_world import Manifest, World, resource
 
-from disagg_operator.naming import LABEL_KEEP, LABEL_ROLE
+from disagg_operator.naming import ANNOTATION_LEAVING, LABEL_KEEP, LABEL_ROLE
 
 BOUNDS = {"minReplicas": 1, "maxReplicas": 8}
 
@@ -238,6 +238,30 @@ def test_suspending_waits_for_no_handover() -> None:
     world.reconcile()
     world.tick()
     assert not [p for p in world.pods if "-decode-" in p]
+
+
+def test_a_rollout_calls_leaving_pods_back() -> None:
+    """The old revision serves for as long as the new one takes, which may be for ever, and its sizes do not change meanwhile."""
+    world = scaled()
+    world.can_start = lambda template: "vllm:broken" not in str(template)
+    scale(world, "decode", 4)
+    world.settle()
+    scale(world, "decode", 2)
+    world.reconcile()
+    assert service_label(world, "decode") == "2"
+    world.edit(engine={"image": "vllm:broken"})
+    for _ in range(20):
+        world.reconcile()
+        world.tick()
+    assert world.ready("decode") == 4
+    services = [item["metadata"] for (kind, _), item in world.live.items() if kind == "Service"]
+    assert not [meta for meta in services if LABEL_KEEP in meta["labels"]]
+    assert not [meta for meta in services if ANNOTATION_LEAVING in meta["annotations"]]
+    world.edit(engine={"image": "vllm:1"})
+    world.reconcile()
+    assert service_label(world, "decode") == "2", "and so it goes on from there"
+    world.settle()
+    assert world.ready("decode") == 2
 
 
 def test_decode_keeps_what_it_promised_to_prefill() -> None:

@@ -14,17 +14,30 @@ from .api.conditions import Claim, ConditionType, Reason, fails, find, merge
 from .api.scaling import AutoscalingMode
 from .api.status import Condition, ConditionStatus
 from .api.support import not_implemented
+from .api.transfer import TransferMode
 from .api.types import DisaggInference, DisaggInferenceSpec, DisaggInferenceStatus, RoleStatus, TransferStatus
 from .assess import Facts, Refusal, claims, is_trouble
 from .autoscale import Course, claim, reuse, summary, told
 from .build.children import Children, Owner, build_children, sealed
 from .build.overlay import OverlayError
 from .build.scalers import build_scaler, scaler_status
+from .build.services import build_engine_service
 from .config import Settings
 from .control_secret import KeyPolicy, SecretWrite, build_control_secret, next_write
 from .drift import covers, is_due
 from .mismatch import UNSEEN, Standing
-from .naming import ENGINES, LABEL_REVISION, SCALER_KIND, Component, Manifest, endpoint, role_name
+from .naming import (
+    ENGINES,
+    LABEL_KEEP,
+    LABEL_MODE,
+    LABEL_REVISION,
+    SCALER_KIND,
+    Component,
+    Manifest,
+    endpoint,
+    engine_name,
+    role_name,
+)
 from .observe import ObjectKey, Observed
 from .pools import Pool, Pools, fit, fixed_pools, is_scaled, pools
 from .reserved import evasions
@@ -169,6 +182,7 @@ def make_plan(wanted: Wanted, observed: Observed, now: datetime, policy: KeyPoli
         item for key, item in observed.live.items() if key not in wanted.keys and not _is_kept(item, step)
     )
     secret = _secret_write(wanted, observed, taken, now, policy)
+    apply += tuple(_called_back(wanted, observed, step))
     return Plan(step, secret, apply, prune, _scaler_statuses(wanted, observed, sizes), sizes)
 
 
@@ -181,6 +195,25 @@ def _pools(wanted: Wanted, observed: Observed, now: datetime) -> Pools:
 def _sized(wanted: Wanted, sizes: Pools) -> Iterator[Manifest]:
     for manifest in fit(wanted.owner.name, wanted.manifests, wanted.target, sizes):
         yield sealed(manifest, wanted.owner)
+
+
+def _called_back(wanted: Wanted, observed: Observed, step: Step) -> Iterator[Manifest]:
+    """The Services of the revision that is kept, where routers are told of pods that will go: during a rollout they do not, and
+    have to serve until it is over."""
+    owner, kept = wanted.owner, step.keep
+    if kept is None:
+        return
+    for component in ENGINES:
+        live = observed.live.get(("Service", engine_name(owner.name, component, kept)))
+        workload = observed.engines(kept, component)
+        if live is None or workload is None:
+            continue
+        told = live["metadata"].get("labels") or {}
+        leave = told.get(LABEL_KEEP, str(workload.wanted)) != str(workload.wanted)
+        if leave and told.get(LABEL_MODE) in set(TransferMode):
+            mode = TransferMode(told[LABEL_MODE])
+            manifest = build_engine_service(owner.name, owner.namespace, component, kept, mode)
+            yield _pinned(sealed(manifest, owner), live)
 
 
 def _is_due(manifest: Manifest, live: Manifest | None) -> bool:
