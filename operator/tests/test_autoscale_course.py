@@ -16,7 +16,7 @@ from scaling_pages import router as router_page
 from scaling_world import as_the_crd_asks, autoscaling, no_number_is_none, scaled_spec
 
 from disagg_operator import autoscale
-from disagg_operator.api.conditions import Reason
+from disagg_operator.api.conditions import MAX_MESSAGE, Reason
 from disagg_operator.api.status import ConditionStatus, DisaggInferenceStatus, ScalingStatus
 from disagg_operator.api.types import DisaggInferenceSpec
 from disagg_operator.autoscale import TELL_EVERY, Course
@@ -598,3 +598,12 @@ def test_whatever_pods_count_the_status_and_our_metrics_hold_numbers_that_are_ac
         for role in (Component.PREFILL, Component.DECODE):
             assert 1 <= decision.desired.of(role) <= 8
         watch.sizes = {role: decision.desired.of(role) for role in watch.sizes}
+
+
+def test_very_many_missing_pods_do_not_fill_the_status() -> None:
+    watch = Watch()
+    watch.seen = observed(*(pod(Component.PREFILL, n) for n in range(1000)))
+    course = watch.look({Component.PREFILL: NoPage("no answer within 2 s")})
+    told = autoscale.told(course, None)
+    assert told is not None
+    assert len(told.message) <= MAX_MESSAGE

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from statistics import median
 
-from .api.conditions import Claim, ConditionType, Reason, fails, holds
+from .api.conditions import Claim, ConditionType, Reason, cut, fails, holds
 from .api.scaling import AutoscalingMode
 from .api.status import (
     LearnedStatus,
@@ -301,7 +301,7 @@ def told(course: Course, previous: ScalingStatus | None) -> ScalingStatus | None
     new = ScalingStatus(
         decided_time=decided.replace(microsecond=0),
         reason=str(decision.outcome),
-        message=summary(decision),
+        message=cut(summary(decision)),
         prefill=_role_told(decision, Component.PREFILL),
         decode=_role_told(decision, Component.DECODE),
         inputs=_inputs_told(course.inputs, decision.arithmetic),

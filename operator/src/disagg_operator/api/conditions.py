@@ -197,7 +197,7 @@ def merge(
             observed_generation=generation,
             last_transition_time=old.last_transition_time if old is not None and same else moment,
             reason=claim.reason,
-            message=_cut(claim.message),
+            message=cut(claim.message),
         )
     return tuple(merged.values())
 
@@ -207,5 +207,6 @@ def find(conditions: Iterable[Condition], type_: ConditionType) -> Condition | N
     return next((c for c in conditions if c.type == type_), None)
 
 
-def _cut(message: str) -> str:
+def cut(message: str) -> str:
+    """No longer than a status may have it."""
     return message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 1] + "…"
