@@ -2,14 +2,14 @@
 with its reason out.
 
 Growing and shrinking are two questions. A pool grows by the reuse that is there now, if it was there for a while too; it shrinks
-by the least reuse of a long time. What is not known never makes a pool smaller.
+by the least reuse of a long time, since it waits until every look of that time allows it. What is not known never makes a pool smaller.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 
 from ..naming import ENGINES, Component
 from .history import History, Resize, Tick
@@ -78,6 +78,7 @@ class Arithmetic:
     growing_reuse: Reuse
     """As counted on for growing."""
     shrinking_reuse: Reuse
+    """As counted on for shrinking, at this look: a pool shrinks to the greatest wish of a whole window, so by its least reuse."""
     offered: float
     """Prompt tokens per second that prefill's need is of: with the trend, and with what clients hold back while prompts wait."""
     speed: Speed | None
@@ -160,7 +161,6 @@ def _look(
     speed = _speed(inputs, limits)
     reuse = load.reuse if load.tokens >= _least_tokens(speed, limits) else Reuse()
     growing = _growing_reuse(reuse, inputs, limits, history, now)
-    shrinking = _shrinking_reuse(reuse, limits, history, now)
     past, ahead = history.within(now, TREND_SECONDS), min(limits.pod_start_seconds, MOST_AHEAD)
     work = load.offered * (1.0 - growing.total)
     more = 1.0  # A pod that was taken away has its conversations computed anew once: that is no trend.
@@ -168,14 +168,14 @@ def _look(
         more = _trend([(t.at, t.work) for t in past], now, work, ahead)
     offered = max(_held_up(load, limits, history, now), load.offered * more)
     up = None if speed is None else prefill_need(load, offered, growing, speed, limits)
-    down = None if speed is None else prefill_need(load, load.offered, shrinking, speed, limits)
+    down = None if speed is None else prefill_need(load, load.offered, reuse, speed, limits)
     decode = decode_need(decode_load, limits)
     coming = load.offered * _trend([(t.at, t.offered) for t in past], now, load.offered, ahead)
     coming = max(coming, _held_up(load, limits, history, now))
     # What waits for decode counts already for what is to come.
     factor = _coming(coming, load, limits) if decode_load.waiting < 1 else 1.0
     decode_pods = _steady_decode(decode, decode_load, history, now) * factor
-    terms = Arithmetic(load.reuse, growing, shrinking, offered, speed, up, decode, decode_pods, factor)
+    terms = Arithmetic(load.reuse, growing, reuse, offered, speed, up, decode, decode_pods, factor)
     late = limits.ttft_target is not None and (inputs.ttft_p95 or 0.0) > limits.ttft_target
     slow = limits.itl_target is not None and (inputs.itl_p95 or 0.0) > limits.itl_target
     tick = Tick(
@@ -214,16 +214,6 @@ def _growing_reuse(reuse: Reuse, inputs: Inputs, limits: Limits, history: Histor
     past = [t.reuse.total for t in history.within(now, min(GROW_REUSE_SECONDS, limits.down_window))]
     counted = reuse.scaled(min([reuse.total, median([*past, reuse.total])]))
     return replace(counted, remote=0.0) if inputs.failed_share > FAILED_SHARE else counted
-
-
-def _shrinking_reuse(reuse: Reuse, limits: Limits, history: History, now: float) -> Reuse:
-    """The tenth percentile of the stabilization window."""
-    past = [t.reuse.total for t in history.within(now, limits.down_window)]
-    return reuse.scaled(min(reuse.total, _tenth([*past, reuse.total])))
-
-
-def _tenth(values: Sequence[float]) -> float:
-    return quantiles(values, n=10, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
 def _held_up(load: PrefillLoad, limits: Limits, history: History, now: float) -> float:
