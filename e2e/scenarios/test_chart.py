@@ -231,6 +231,7 @@ def needed() -> dict[tuple[str, str], set[str]]:
         ("inference.disagg.dev", "disagginferences"): {"get", "list", "watch"},
         ("inference.disagg.dev", "disagginferences/status"): {"get", "patch"},
         ("inference.disagg.dev", "disagginferences/finalizers"): {"update"},
+        ("inference.disagg.dev", "disagginferencescalers/status"): {"get", "patch"},
         ("", "pods"): {"get", "list", "watch"},
         ("", "events"): {"list", "create"},
         ("discovery.k8s.io", "endpointslices"): {"get", "list", "watch"},
