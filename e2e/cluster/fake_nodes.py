@@ -12,6 +12,9 @@ import yaml
 from e2e.cluster.kubectl import Kubectl
 
 MANAGED = "kwok.x-k8s.io/node"
+LEASE_SECONDS = 40
+"""As a kubelet's. Without leases the node controller takes the nodes for dead within a minute, and marks their pods as
+not ready, which nobody takes back: kwok sets a pod's readiness once."""
 _PER_ZONE = 3
 
 
@@ -60,6 +63,7 @@ def kwok_command(programs: Mapping[str, Path], kubeconfig: Path, pods: str) -> l
         f"--kubeconfig={kubeconfig}",
         f"--manage-nodes-with-annotation-selector={MANAGED}=fake",
         "--manage-all-nodes=false",
+        f"--node-lease-duration-seconds={LEASE_SECONDS}",
         f"--cidr={pods}",
         *stages,
     ]

@@ -63,3 +63,19 @@ def test_a_node_holds_sixteen_efa_devices_and_one_pod_too_many_stays_pending(
 def test_an_ordinary_pod_never_lands_on_a_fake_node(cluster: Cluster, pods: Pods) -> None:
     pod = pods.start("ordinary", "import time; time.sleep(600)")
     assert pod["spec"]["nodeName"] in cluster.real_nodes()
+
+
+def test_fake_nodes_keep_their_leases_so_that_their_pods_stay_ready(cluster: Cluster) -> None:
+    def renewals() -> dict[str, str]:
+        leases = cluster.list("leases", "kube-node-lease")
+        fake = {node["metadata"]["name"] for node in cluster.list("nodes", None, "type=kwok")}
+        found = {lease["metadata"]["name"]: str(lease["spec"]["renewTime"]) for lease in leases}
+        return {name: found[name] for name in fake if name in found} if fake <= set(found) else {}
+
+    first = wait_until(renewals, "every fake node to have a lease", limit=60)
+    wait_until(
+        lambda: all(renewals().get(name, then) != then for name, then in first.items()),
+        "every fake node's lease to be renewed",
+        limit=120,
+        every=1,
+    )
