@@ -16,7 +16,8 @@ from disagg_operator.config import Settings
 from disagg_operator.control_secret import KeyPolicy, SecretWrite
 from disagg_operator.naming import FIELD_MANAGER, LABEL_REVISION, LABEL_ROLE
 from disagg_operator.observe import Observed, observe
-from disagg_operator.plan import Plan, Report, Wanted, key_of, make_plan, read, report
+from disagg_operator.plan import Plan, Report, make_plan, report
+from disagg_operator.wanted import Wanted, key_of, read
 
 Manifest = dict[str, Any]
 SETTINGS = Settings(router_image="router:1", connector_image="connector:1")

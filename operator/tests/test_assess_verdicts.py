@@ -7,7 +7,8 @@ from operator_world import SETTINGS, START, World, key_policy, minimal_spec, res
 
 from disagg_operator.errors import KubeError, classify
 from disagg_operator.observe import Observed, Stranger
-from disagg_operator.plan import Report, make_plan, notices, read, report, report_blind
+from disagg_operator.plan import Report, make_plan, notices, report, report_blind
+from disagg_operator.wanted import read
 
 
 def told(report: Report, type_: str) -> tuple[str, str, str]:

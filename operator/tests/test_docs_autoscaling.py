@@ -10,7 +10,7 @@ from test_explain_text import INPUTS, NOW, scaling, spec
 from disagg_operator.api.status import DisaggInferenceStatus, ScalingInputsStatus
 from disagg_operator.explain import MEANINGS, account, text
 from disagg_operator.metrics import Metrics
-from disagg_operator.plan import read
+from disagg_operator.wanted import read
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "autoscaling.md").read_text()
 

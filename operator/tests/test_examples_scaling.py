@@ -11,9 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg_operator.autoscale import Course
 from disagg_operator.metrics import Metrics
-from disagg_operator.plan import read, rendered
+from disagg_operator.plan import rendered
 from disagg_operator.scaling.inputs import Sizes
 from disagg_operator.scaling.policy import Decision, Outcome
+from disagg_operator.wanted import read
 
 Manifest = dict[str, Any]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "autoscaling"

@@ -14,11 +14,11 @@ from disagg_operator.api.status import ScalingInputsStatus
 from disagg_operator.autoscale import limits
 from disagg_operator.explain import MEANINGS, Account, account, text
 from disagg_operator.observe import Observed
-from disagg_operator.plan import read
 from disagg_operator.scaling.inputs import DecodeLoad, PrefillLoad, Reuse
 from disagg_operator.scaling.need import Speed, decode_need, prefill_need
 from disagg_operator.scaling.policy import Because
 from disagg_operator.scaling.working import Step, number
+from disagg_operator.wanted import read
 
 NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 SCALED = {"scaling": {"minReplicas": 1, "maxReplicas": 8}}

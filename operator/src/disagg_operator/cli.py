@@ -17,7 +17,8 @@ from .errors import GoneError, KubeError
 from .explain import account, text
 from .kube import connect_as_person
 from .naming import KIND, Manifest
-from .plan import read, rendered
+from .plan import rendered
+from .wanted import read
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Ask about DisaggInferences.")
 

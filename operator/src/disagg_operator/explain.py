@@ -23,12 +23,12 @@ from .api.types import DisaggInferenceSpec
 from .autoscale import limits
 from .naming import ENGINES, Component, role_name
 from .observe import Observed
-from .plan import Wanted
 from .pools import is_scaled, role_of
 from .scaling.inputs import DecodeLoad, Limits, PrefillLoad, Reuse
 from .scaling.need import Speed
 from .scaling.policy import Because
 from .scaling.working import PODS, Step, decode_working, number, prefill_working
+from .wanted import Wanted
 
 LATE = timedelta(minutes=3)
 """Above what an operator that runs takes between two decisions that it writes down."""

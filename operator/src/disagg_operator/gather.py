@@ -6,7 +6,7 @@ from typing import Protocol
 
 from .naming import Manifest
 from .observe import ObjectKey, Observed, observe, open_questions
-from .plan import Wanted, key_of
+from .wanted import Wanted, key_of
 
 
 class Reader(Protocol):

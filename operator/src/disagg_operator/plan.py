@@ -4,27 +4,21 @@
 events for what changed in it, and when to look again.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-
-from pydantic import ValidationError
 
 from .api.conditions import Claim, ConditionType, Reason, fails, find, merge
 from .api.scaling import AutoscalingMode
 from .api.status import Condition, ConditionStatus
-from .api.support import not_implemented
 from .api.transfer import TransferMode
-from .api.types import DisaggInference, DisaggInferenceSpec, DisaggInferenceStatus, RoleStatus, TransferStatus
-from .assess import Facts, Refusal, claims, is_trouble
+from .api.types import DisaggInferenceSpec, DisaggInferenceStatus, RoleStatus, TransferStatus
+from .assess import Facts, claims, is_trouble
 from .autoscale import Course, claim, reuse, summary, told
-from .build.children import Children, Owner, build_children, sealed
-from .build.overlay import OverlayError
-from .build.scalers import build_scaler, scaler_status
+from .build.children import sealed
 from .build.services import build_engine_service
-from .config import Settings
-from .control_secret import KeyPolicy, SecretWrite, build_control_secret, next_write
-from .drift import covers, is_due
+from .control_secret import KeyPolicy, SecretWrite, next_write
+from .drift import is_due
 from .mismatch import UNSEEN, Standing
 from .naming import (
     ENGINES,
@@ -36,13 +30,13 @@ from .naming import (
     Manifest,
     endpoint,
     engine_name,
-    role_name,
 )
 from .observe import ObjectKey, Observed
 from .pools import Pool, Pools, fit, fixed_pools, is_scaled, pools
-from .reserved import evasions
-from .revision import differences, revision
 from .rollout import RevisionState, Step, next_step
+from .scalers import is_marked, marked, scaler_statuses
+from .wanted import Wanted, key_of
+from .writes import pinned
 
 LOOK_AGAIN_WORKING = 10.0
 """Seconds. Some causes (a volume that cannot be mounted, a quota) show only in events, which nobody tells us about."""
@@ -53,28 +47,6 @@ pod takes to be replaced; not for ever, since the new revision may need their de
 SETTLE = timedelta(seconds=8)
 """Between the last pod of a new revision becoming ready and the old revision going: EndpointSlices have to be written and
 routers have to read them, or for a moment nobody would answer."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a DisaggInference asks for, or why it is not carried out."""
-
-    owner: Owner
-    generation: int
-    previous: DisaggInferenceStatus
-    spec: DisaggInferenceSpec | None
-    refusal: Refusal | None
-    target: str
-    manifests: tuple[Manifest, ...] = ()
-    """Of all children, before the sizes of pools that are known only from the cluster."""
-    secret: Manifest | None = None
-    """The control channel's, without its keys; it is never applied but written as `control_secret` decides."""
-
-    @property
-    def keys(self) -> frozenset[ObjectKey]:
-        """Kind and name of every child."""
-        secret = () if self.secret is None else (self.secret,)
-        return frozenset(key_of(manifest) for manifest in (*self.manifests, *secret))
 
 
 @dataclass(frozen=True)
@@ -114,58 +86,6 @@ class Report:
     """Seconds; None if nothing but an event or the resync is waited for."""
 
 
-def key_of(manifest: Manifest) -> ObjectKey:
-    """Kind and name."""
-    return manifest["kind"], manifest["metadata"]["name"]
-
-
-def read(resource: Manifest, settings: Settings) -> Wanted:
-    """What the resource asks for. Never raises for what a user may have written: that becomes a refusal."""
-    meta = resource["metadata"]
-    owner = Owner(meta["namespace"], meta["name"], meta["uid"])
-    try:
-        parsed = DisaggInference.model_validate(resource)
-    except ValidationError as error:
-        why = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-        message = f"{why}. Is the CRD of another version than the operator?"
-        return Wanted(
-            owner, meta["generation"], _old_status(resource), None, Refusal(Reason.INVALID_SPEC, message), ""
-        )
-    spec = parsed.spec
-    target = revision(spec, settings.connector_image)
-    refusal, children = _children(owner, spec, settings)
-    manifests = children.manifests if children else ()
-    secret = build_control_secret(owner.namespace, owner.name, owner.uid) if children else None
-    return Wanted(owner, meta["generation"], parsed.status, spec, refusal, target, manifests, secret)
-
-
-def _children(
-    owner: Owner, spec: DisaggInferenceSpec, settings: Settings
-) -> tuple[Refusal | None, Children | None]:
-    gaps = not_implemented(spec)
-    if gaps:
-        return Refusal(Reason.NOT_IMPLEMENTED, "; ".join(map(str, gaps))), None
-    evading = evasions(spec)
-    if evading:
-        return Refusal(Reason.RESERVED_ARGUMENT, "; ".join(evading)), None
-    unequal = differences(spec)
-    if unequal:
-        what = "; ".join(map(str, unequal))
-        message = f"{what}: KV of one could not be read by the other. Set it once, in engine.extraArgs"
-        return Refusal(Reason.ARGUMENTS_DIFFER, message), None
-    try:
-        return None, build_children(owner, spec, settings)
-    except OverlayError as error:
-        return Refusal(Reason.INVALID_TEMPLATE, f"template: {error}"), None
-
-
-def _old_status(resource: Manifest) -> DisaggInferenceStatus:
-    try:
-        return DisaggInferenceStatus.model_validate(resource.get("status") or {})
-    except ValidationError:
-        return DisaggInferenceStatus()
-
-
 def make_plan(wanted: Wanted, observed: Observed, now: datetime, policy: KeyPolicy) -> Plan:
     """What to apply and prune. A refused spec leaves everything as it is."""
     sizes = _pools(wanted, observed, now)
@@ -173,17 +93,13 @@ def make_plan(wanted: Wanted, observed: Observed, now: datetime, policy: KeyPoli
     if wanted.refusal is not None:
         return Plan(step, pools=sizes)
     taken = {(stranger.kind, stranger.name) for stranger in observed.strangers}
-    apply = tuple(
-        _as_it_may_be(manifest, observed.live.get(key_of(manifest)))
-        for manifest in _sized(wanted, sizes)
-        if key_of(manifest) not in taken and _is_due(manifest, observed.live.get(key_of(manifest)))
-    )
+    sized = (manifest for manifest in _sized(wanted, sizes) if key_of(manifest) not in taken)
     prune = tuple(
         item for key, item in observed.live.items() if key not in wanted.keys and not _is_kept(item, step)
     )
     secret = _secret_write(wanted, observed, taken, now, policy)
-    apply += tuple(_called_back(wanted, observed, step))
-    return Plan(step, secret, apply, prune, _scaler_statuses(wanted, observed, sizes), sizes)
+    apply = (*_due(sized, observed.live), *_called_back(wanted, observed, step))
+    return Plan(step, secret, apply, prune, scaler_statuses(wanted, observed, sizes), sizes)
 
 
 def _pools(wanted: Wanted, observed: Observed, now: datetime) -> Pools:
@@ -195,6 +111,17 @@ def _pools(wanted: Wanted, observed: Observed, now: datetime) -> Pools:
 def _sized(wanted: Wanted, sizes: Pools) -> Iterator[Manifest]:
     for manifest in fit(wanted.owner.name, wanted.manifests, wanted.target, sizes):
         yield sealed(manifest, wanted.owner)
+
+
+def _due(manifests: Iterable[Manifest], live: Mapping[ObjectKey, Manifest]) -> Iterator[Manifest]:
+    """What has to be applied of them."""
+    for manifest in manifests:
+        there = live.get(key_of(manifest))
+        if there is not None and manifest["kind"] == SCALER_KIND:
+            if not is_marked(there, manifest):
+                yield marked(there, manifest)
+        elif is_due(manifest, there):
+            yield pinned(manifest, there)
 
 
 def _called_back(wanted: Wanted, observed: Observed, step: Step) -> Iterator[Manifest]:
@@ -213,64 +140,7 @@ def _called_back(wanted: Wanted, observed: Observed, step: Step) -> Iterator[Man
         if leave and told.get(LABEL_MODE) in set(TransferMode):
             mode = TransferMode(told[LABEL_MODE])
             manifest = build_engine_service(owner.name, owner.namespace, component, kept, mode)
-            yield _pinned(sealed(manifest, owner), live)
-
-
-def _is_due(manifest: Manifest, live: Manifest | None) -> bool:
-    """Of a scaler that is there, the number is whoever's who scales: only what marks it as ours is kept up."""
-    if manifest["kind"] != SCALER_KIND or live is None:
-        return is_due(manifest, live)
-    ours = manifest["metadata"]
-    return not covers(
-        live["metadata"], {"labels": ours["labels"], "ownerReferences": ours["ownerReferences"]}
-    )
-
-
-def _as_it_may_be(manifest: Manifest, live: Manifest | None) -> Manifest:
-    """What to apply. A scaler that is there keeps its number, and is written only if it is still the one that was looked at."""
-    pinned = _pinned(manifest, live)
-    if live is None or manifest["kind"] != SCALER_KIND:
-        return pinned
-    version = {key: live["metadata"][key] for key in ("resourceVersion",) if key in live["metadata"]}
-    return {**pinned, "metadata": {**pinned["metadata"], **version}, "spec": live["spec"]}
-
-
-def _scaler_statuses(wanted: Wanted, observed: Observed, sizes: Pools) -> tuple[Manifest, ...]:
-    """Without pods that are leaving: an HPA whose wish is near the number that it reads would take that, and call them back."""
-    found = []
-    for component in ENGINES:
-        scaler = observed.live.get((SCALER_KIND, role_name(wanted.owner.name, component)))
-        if scaler is None or key_of(scaler) not in wanted.keys:
-            continue
-        meta = scaler["metadata"]
-        pods = max(len(observed.pods_of(component)) - sizes[component].leaving, 0)
-        status = scaler_status(wanted.owner.name, component, pods, meta["generation"])
-        if scaler.get("status") != status:
-            named = {key: meta[key] for key in ("namespace", "name", "uid")}
-            found.append(
-                {
-                    "apiVersion": scaler["apiVersion"],
-                    "kind": scaler["kind"],
-                    "metadata": named,
-                    "status": status,
-                }
-            )
-    return tuple(found)
-
-
-def scaler_writes(wanted: Wanted, observed: Observed, course: Course) -> Mapping[Component, Manifest]:
-    """The scalers with the sizes that were decided on just now, where they are others; nothing unless the mode is Auto."""
-    decision = course.decision
-    if wanted.spec is None or wanted.spec.autoscaling.mode is not AutoscalingMode.AUTO or decision is None:
-        return {}
-    writes = {}
-    for component in ENGINES:
-        size = decision.desired.of(component)
-        manifest = build_scaler(wanted.owner.name, wanted.owner.namespace, component, size)
-        live = observed.live.get(key_of(manifest))
-        if live is not None and live["spec"]["replicas"] != size:
-            writes[component] = _pinned(sealed(manifest, wanted.owner), live)
-    return writes
+            yield pinned(sealed(manifest, owner), live)
 
 
 def is_rolling_out(wanted: Wanted, observed: Observed, plan: Plan) -> bool:
@@ -521,12 +391,6 @@ def _kind_of_notice(condition: Condition, was: Condition | None) -> str | None:
         case _:
             served = was is not None and was.status is ConditionStatus.TRUE
             return "Warning" if served and condition.reason != Reason.SUSPENDED else None
-
-
-def _pinned(manifest: Manifest, live: Manifest | None) -> Manifest:
-    if live is None:
-        return manifest
-    return {**manifest, "metadata": {**manifest["metadata"], "uid": live["metadata"]["uid"]}}
 
 
 def _is_kept(item: Manifest, step: Step) -> bool:

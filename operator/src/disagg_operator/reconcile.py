@@ -21,15 +21,14 @@ from .plan import (
     Notice,
     Plan,
     Report,
-    Wanted,
     is_rolling_out,
-    key_of,
     make_plan,
-    read,
     report,
     report_blind,
-    scaler_writes,
 )
+from .scalers import scaler_writes
+from .wanted import Wanted, key_of, read
+from .writes import status_of
 
 _log = logging.getLogger(__name__)
 
@@ -202,15 +201,8 @@ class Reconciler:
         status = said.status.to_wire()
         if status == resource.get("status"):
             return
-        meta = resource["metadata"]
-        body = {
-            "apiVersion": resource["apiVersion"],
-            "kind": resource["kind"],
-            "metadata": {"namespace": meta["namespace"], "name": meta["name"], "uid": meta["uid"]},
-            "status": status,
-        }
         try:
-            await self.kube.apply(body, status=True)
+            await self.kube.apply(status_of(resource, status), status=True)
         except GoneError:
             return
         await tell(self.kube, resource, said.notices, self.clock())
