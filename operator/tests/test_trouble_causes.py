@@ -14,6 +14,7 @@ def pod(
     return {
         "kind": "Pod",
         "metadata": {"name": "demo-prefill-0123abcd-0"},
+        "spec": {"nodeName": "p5en-3"},
         "status": {
             "phase": "Pending",
             "conditions": conditions or [],
@@ -131,6 +132,19 @@ ROOT = 'failed to resolve reference "vllm:9": vllm:9: not found'
             Reason.PODS_NOT_READY,
             "does not answer its readiness probe",
         ),
+        (
+            "node away",
+            pod(
+                phase="Running",
+                conditions=[
+                    {"type": "Ready", "status": "False"},
+                    {"type": "ContainersReady", "status": "True"},
+                ],
+                main={**container(running={}), "started": True, "ready": True},
+            ),
+            Reason.PODS_NOT_READY,
+            "runs on node p5en-3, which does not report to the cluster; see kubectl describe node p5en-3",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 30 else "",
 )
@@ -170,6 +184,22 @@ def test_a_container_that_crashes_reads_alike_while_it_runs_and_while_it_waits()
             main=container(running={}),
         ),
         pod(phase="Running", main={**container(running={}), "started": False, "ready": False}),
+        pod(
+            phase="Running",
+            conditions=[
+                {"type": "Ready", "status": "False", "reason": "ReadinessGatesNotReady"},
+                {"type": "ContainersReady", "status": "True"},
+            ],
+            main={**container(running={}), "started": True, "ready": True},
+        ),
+        pod(
+            phase="Running",
+            conditions=[
+                {"type": "Ready", "status": "False", "reason": "ContainersNotReady"},
+                {"type": "ContainersReady", "status": "False", "reason": "ContainersNotReady"},
+            ],
+            main={**container(running={}), "started": False, "ready": False},
+        ),
     ],
 )
 def test_time_is_no_trouble(found: Any) -> None:

@@ -170,6 +170,22 @@ def _was_ready_once(pod: Manifest) -> Trouble | None:
     return None
 
 
+def _its_node_is_away(pod: Manifest) -> Trouble | None:
+    """The kubelet finds containers and pod ready at once, unless a readiness gate is in between: a pod that is not has been marked
+    by the node controller, which leaves the condition of its containers as it was."""
+    node = pod.get("spec", {}).get("nodeName")
+    found = {condition["type"]: condition for condition in pod.get("status", {}).get("conditions") or []}
+    ready, containers = found.get("Ready", {}), found.get("ContainersReady", {})
+    if not node or (ready.get("status"), containers.get("status")) != ("False", "True"):
+        return None
+    if ready.get("reason") == "ReadinessGatesNotReady":
+        return None
+    return Trouble(
+        Reason.PODS_NOT_READY,
+        f"{_named(pod)} runs on node {node}, which does not report to the cluster; see kubectl describe node {node}",
+    )
+
+
 _CHECKS: tuple[Callable[[Manifest], Trouble | None], ...] = (
     _cannot_be_scheduled,
     _image_cannot_be_pulled,
@@ -177,6 +193,7 @@ _CHECKS: tuple[Callable[[Manifest], Trouble | None], ...] = (
     _container_ended,
     _pod_failed,
     _was_ready_once,
+    _its_node_is_away,
 )
 
 

@@ -91,7 +91,7 @@ class Reason(StrEnum):
     OUT_OF_MEMORY = "OutOfMemory"
     """A container was killed for its memory."""
     PODS_NOT_READY = "PodsNotReady"
-    """Pods run and do not answer their readiness probe."""
+    """Pods run and do not answer their readiness probe, were evicted, or are on a node that does not report."""
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     """rollout.progressDeadlineSeconds have passed without progress."""
 
