@@ -264,6 +264,55 @@ def test_a_rollout_calls_leaving_pods_back() -> None:
     assert world.ready("decode") == 2
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"rollout": {"paused": True}},
+        {"engine": {"image": "vllm:2", "extraArgs": ["--kv-transfer-conf={}"]}},
+        {"engine": {"image": 2}},
+    ],
+    ids=["not implemented", "of another revision", "unreadable"],
+)
+def test_a_spec_that_is_refused_calls_leaving_pods_back(refused: Manifest) -> None:
+    """It may stay so for days. Nothing is carried out meanwhile, and pods that wait for nothing would only hold their devices."""
+    world = scaled()
+    scale(world, "decode", 4)
+    world.settle()
+    good = world.resource["spec"]
+    scale(world, "decode", 2)
+    world.reconcile()
+    assert service_label(world, "decode") == "2"
+    world.edit(**refused)
+    for _ in range(20):
+        world.reconcile()
+        world.tick()
+    assert world.condition("Stalled")
+    assert service_label(world, "decode") is None
+    assert world.ready("decode") == 4
+    status = role_status(world, "decode")
+    assert (status["leavingReplicas"], status.get("leavingUntil")) == (0, None)
+    assert world.plan().apply == ()
+    world.edit(**{"rollout": {}, **good})
+    began = world.now
+    world.reconcile()
+    assert service_label(world, "decode") == "2", "and so it goes on from there"
+    world.settle()
+    assert world.ready("decode") == 2
+    assert (world.now - began).total_seconds() >= 60, "with all the time to hand over"
+
+
+def test_a_spec_that_is_refused_calls_no_pod_back_that_is_being_stopped() -> None:
+    world = scaled(decode={"scaling": BOUNDS, "drain": {"handoverSeconds": 0}})
+    scale(world, "decode", 2)
+    world.settle()
+    scale(world, "decode", 1)
+    world.reconcile()
+    assert world.live["StatefulSet", statefulset(world, "decode")]["spec"]["replicas"] == 1
+    world.edit(rollout={"paused": True})
+    world.reconcile()
+    assert service_label(world, "decode") == "1", "it is still there"
+
+
 def test_decode_keeps_what_it_promised_to_prefill() -> None:
     world = scaled(
         kvTransfer={"mode": "BidirectionalPull", "decodeRetentionSeconds": 300},

@@ -7,6 +7,7 @@ events for what changed in it, and when to look again.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from itertools import product
 
 from .api.conditions import Claim, ConditionType, Reason, fails, find, merge
 from .api.scaling import AutoscalingMode
@@ -32,7 +33,7 @@ from .naming import (
     engine_name,
 )
 from .observe import ObjectKey, Observed
-from .pools import Pool, Pools, fit, fixed_pools, is_scaled, pools
+from .pools import Pool, Pools, fit, fixed_pools, is_scaled, pools, staying
 from .rollout import RevisionState, Step, next_step
 from .scalers import is_marked, marked, scaler_statuses
 from .wanted import Wanted, key_of
@@ -87,25 +88,28 @@ class Report:
 
 
 def make_plan(wanted: Wanted, observed: Observed, now: datetime, policy: KeyPolicy) -> Plan:
-    """What to apply and prune. A refused spec leaves everything as it is."""
+    """What to apply and prune. A refused spec leaves everything as it is, and everything that there is serves."""
     sizes = _pools(wanted, observed, now)
     step = next_step(wanted.target, revisions(wanted, observed, sizes, now), _served(wanted.previous, now))
     if wanted.refusal is not None:
-        return Plan(step, pools=sizes)
+        present = {workload.revision for workload in observed.workloads if workload.revision is not None}
+        return Plan(step, apply=tuple(_called_back(wanted, observed, present)), pools=sizes)
     taken = {(stranger.kind, stranger.name) for stranger in observed.strangers}
     sized = (manifest for manifest in _sized(wanted, sizes) if key_of(manifest) not in taken)
     prune = tuple(
         item for key, item in observed.live.items() if key not in wanted.keys and not _is_kept(item, step)
     )
     secret = _secret_write(wanted, observed, taken, now, policy)
-    apply = (*_due(sized, observed.live), *_called_back(wanted, observed, step))
+    kept = set() if step.keep is None else {step.keep}
+    apply = (*_due(sized, observed.live), *_called_back(wanted, observed, kept))
     return Plan(step, secret, apply, prune, scaler_statuses(wanted, observed, sizes), sizes)
 
 
 def _pools(wanted: Wanted, observed: Observed, now: datetime) -> Pools:
     if wanted.spec is None:
         return {}
-    return pools(wanted.owner.name, wanted.spec, wanted.target, observed, now)
+    found = pools(wanted.owner.name, wanted.spec, wanted.target, observed, now)
+    return found if wanted.refusal is None else staying(found)
 
 
 def _sized(wanted: Wanted, sizes: Pools) -> Iterator[Manifest]:
@@ -124,22 +128,20 @@ def _due(manifests: Iterable[Manifest], live: Mapping[ObjectKey, Manifest]) -> I
             yield pinned(manifest, there)
 
 
-def _called_back(wanted: Wanted, observed: Observed, step: Step) -> Iterator[Manifest]:
-    """The Services of the revision that is kept, where routers are told of pods that will go: during a rollout they do not, and
-    have to serve until it is over."""
-    owner, kept = wanted.owner, step.keep
-    if kept is None:
-        return
-    for component in ENGINES:
-        live = observed.live.get(("Service", engine_name(owner.name, component, kept)))
-        workload = observed.engines(kept, component)
+def _called_back(wanted: Wanted, observed: Observed, revisions: set[str]) -> Iterator[Manifest]:
+    """The Services of these revisions where routers are told of pods that will go. While a rollout lasts or the spec is refused they
+    do not, and have to serve until it is over."""
+    owner = wanted.owner
+    for revision, component in product(sorted(revisions), ENGINES):
+        live = observed.live.get(("Service", engine_name(owner.name, component, revision)))
+        workload = observed.engines(revision, component)
         if live is None or workload is None:
             continue
         told = live["metadata"].get("labels") or {}
         leave = told.get(LABEL_KEEP, str(workload.wanted)) != str(workload.wanted)
         if leave and told.get(LABEL_MODE) in set(TransferMode):
             mode = TransferMode(told[LABEL_MODE])
-            manifest = build_engine_service(owner.name, owner.namespace, component, kept, mode)
+            manifest = build_engine_service(owner.name, owner.namespace, component, revision, mode)
             yield pinned(sealed(manifest, owner), live)
 
 

@@ -6,7 +6,7 @@ comes from (the spec, Auto, an HPA) makes no difference.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from .api.scaling import AutoscalingMode
@@ -61,6 +61,14 @@ def is_scaled(spec: DisaggInferenceSpec) -> bool:
 def pools(name: str, spec: DisaggInferenceSpec, target: str, observed: Observed, now: datetime) -> Pools:
     """Both roles' pools in the revision `target` of the DisaggInference `name`."""
     return {component: _pool(name, spec, component, target, observed, now) for component in ENGINES}
+
+
+def staying(pools: Pools) -> Pools:
+    """The same sizes while nobody carries them out: no pod leaves."""
+    return {
+        component: replace(pool, held=pool.size, leaving_since=None, leaving_until=None)
+        for component, pool in pools.items()
+    }
 
 
 def fixed_pools(spec: DisaggInferenceSpec) -> Pools:
