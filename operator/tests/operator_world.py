@@ -68,6 +68,8 @@ class SimulatedPod:
     labels: dict[str, str]
     template: Manifest
     ready_at: datetime | None = None
+    answers: bool = True
+    """Its readiness probe, once its container has started."""
 
 
 @dataclass
@@ -218,9 +220,16 @@ class World:
 
     def _pod_manifest(self, pod: SimulatedPod) -> Manifest:
         moment = pod.ready_at.isoformat() if pod.ready_at else None
-        ready = {"type": "Ready", "status": "True" if moment else "False", "lastTransitionTime": moment}
+        started, is_ready = moment is not None, moment is not None and pod.answers
+        ready = {"type": "Ready", "status": str(is_ready), "lastTransitionTime": moment}
+        main = {"name": "main", "started": started, "ready": is_ready}
         return {
             "kind": "Pod",
             "metadata": {"name": pod.name, "labels": pod.labels},
-            "status": {"phase": "Running", "podIP": "10.0.0.1", "conditions": [ready]},
+            "status": {
+                "phase": "Running",
+                "podIP": "10.0.0.1",
+                "conditions": [ready],
+                "containerStatuses": [main],
+            },
         }

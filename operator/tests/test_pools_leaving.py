@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_world import Manifest, World, resource
+from operator_world import Manifest, SimulatedPod, World, resource
 
 from disagg_operator.naming import ANNOTATION_LEAVING, LABEL_KEEP, LABEL_ROLE
 
@@ -228,6 +228,36 @@ def test_pods_that_never_came_up_leave_at_once() -> None:
     world.reconcile()
     world.tick()
     assert len([p for p in world.pods if "-decode-" in p]) == 1
+
+
+def leaving_pod(world: World) -> SimulatedPod:
+    """Of decode, which has two pods and is to have one."""
+    scale(world, "decode", 2)
+    world.settle()
+    scale(world, "decode", 1)
+    world.reconcile()
+    return next(pod for pod in world.pods.values() if pod.name.endswith("-1") and "-decode-" in pod.name)
+
+
+def test_a_leaving_pod_that_misses_a_probe_hands_over_all_the_same() -> None:
+    world = scaled()
+    pod, began = leaving_pod(world), world.now
+    pod.answers = False
+    while pod.name in world.pods:
+        world.tick()
+        world.reconcile()
+        assert (world.now - began).total_seconds() < 120
+    assert (world.now - began).total_seconds() >= 60
+
+
+def test_a_leaving_pod_that_restarts_has_nothing_to_hand_over() -> None:
+    world = scaled()
+    pod = leaving_pod(world)
+    world.can_start = lambda template: False
+    pod.ready_at = None
+    world.reconcile()
+    world.tick()
+    assert pod.name not in world.pods
 
 
 def test_suspending_waits_for_no_handover() -> None:

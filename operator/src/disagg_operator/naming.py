@@ -16,6 +16,8 @@ Manifest = dict[str, Any]
 """A Kubernetes object as JSON data."""
 
 FIELD_MANAGER = "disagg-operator"
+MAIN_CONTAINER = "main"
+"""Of every pod: the engine or the router."""
 
 HTTP_PORT = 8000
 ADMIN_PORT = 8001

@@ -9,6 +9,7 @@ from .naming import (
     KIND,
     LABEL_REVISION,
     LABEL_ROLE,
+    MAIN_CONTAINER,
     Component,
     Manifest,
 )
@@ -47,6 +48,8 @@ class Pod:
     address: str | None = None
     """Its IP address, once it has one."""
     created: datetime | None = None
+    loaded: bool = False
+    """Its engine runs and has loaded its model, so it may hold KV, also while it does not answer its readiness probe."""
 
     @property
     def ordinal(self) -> int:
@@ -227,7 +230,14 @@ def _pod(item: Manifest, events: Sequence[Manifest]) -> Pod:
         trouble=None if ready else pod_trouble(item, events),
         address=status.get("podIP"),
         created=_time(meta["creationTimestamp"]) if "creationTimestamp" in meta else None,
+        loaded=ready or _has_started(status),
     )
+
+
+def _has_started(status: Manifest) -> bool:
+    """The main container's startup probe has passed since it began; false again while it restarts."""
+    containers = status.get("containerStatuses") or []
+    return any(one["name"] == MAIN_CONTAINER and one.get("started") is True for one in containers)
 
 
 def _time(text: str) -> datetime:

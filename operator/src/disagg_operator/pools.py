@@ -121,7 +121,7 @@ def _pool(
         return Pool(size, size)
     since = _leaving_since(observed.live.get(("Service", engine_name(name, component, target))), size, now)
     until = since + timedelta(seconds=handover_seconds(spec, component))
-    hold_kv = any(pod.ready and not pod.leaving for pod in beyond)
+    hold_kv = any(pod.loaded and not pod.leaving for pod in beyond)
     if workload.wanted <= size or now >= until or not hold_kv:
         # Routers are told until the last of them has ended: they hear of a pod's end later than we do.
         return Pool(size, size, since)

@@ -10,6 +10,7 @@ from ..config import Settings
 from ..naming import (
     CONTROL_PORT,
     HTTP_PORT,
+    MAIN_CONTAINER,
     SIDE_CHANNEL_PORT,
     Component,
     Manifest,
@@ -135,7 +136,7 @@ def _main_container(spec: DisaggInferenceSpec, role: Role, component: Component,
     probe = {"httpGet": {"path": "/health", "port": "http"}}
     startup_seconds = max(_LEAST_STARTUP_SECONDS, spec.rollout.progress_deadline_seconds)
     return {
-        "name": "main",
+        "name": MAIN_CONTAINER,
         "image": spec.engine.image,
         "command": ["vllm", "serve"],
         "args": engine_arguments(spec, role, component, model),

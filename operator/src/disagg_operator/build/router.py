@@ -13,6 +13,7 @@ from ..naming import (
     CONTROL_KEYS,
     CONTROL_PORT,
     HTTP_PORT,
+    MAIN_CONTAINER,
     Component,
     Manifest,
     control_secret_name,
@@ -183,7 +184,7 @@ def _pod_spec(name: str, spec: DisaggInferenceSpec, settings: Settings) -> Manif
 
 def _container(name: str, spec: DisaggInferenceSpec, settings: Settings) -> Manifest:
     container: Manifest = {
-        "name": "main",
+        "name": MAIN_CONTAINER,
         "image": settings.router_image,
         "args": [
             f"--config={CONFIG_DIRECTORY}/{CONFIG_FILE}",
