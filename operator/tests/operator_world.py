@@ -139,15 +139,19 @@ class World:
         item = _copy(manifest)
         meta = item["metadata"]
         moment = self.now.isoformat()
+        version = str(next(self._uids))
         meta["managedFields"] = [{"manager": FIELD_MANAGER, "operation": "Apply", "time": moment}]
         if old is None:
             meta |= {"uid": f"child-{next(self._uids)}", "generation": 1, "creationTimestamp": moment}
         else:
-            assert meta["uid"] == old["metadata"]["uid"], "applied over an object that was not looked at"
+            last = old["metadata"]
+            assert meta["uid"] == last["uid"], "applied over an object that was not looked at"
+            assert meta.get("resourceVersion", last["resourceVersion"]) == last["resourceVersion"]
             same = item.get("spec") == old.get("spec")
             generation = old["metadata"]["generation"] + (0 if same else 1)
             meta |= {"generation": generation, "creationTimestamp": old["metadata"]["creationTimestamp"]}
             item["status"] = old.get("status", {})
+        meta["resourceVersion"] = version
         self.live[key] = item
 
     def delete(self, key: tuple[str, str]) -> None:

@@ -123,6 +123,7 @@ class Server:
         self.statuses.append((kind, name))
         target = world.resource if kind == KIND else world.live[kind, name]
         target["status"] = manifest["status"]
+        target["metadata"]["resourceVersion"] = str(next(self._versions))
 
     async def create(self, manifest: Manifest) -> None:
         if manifest["kind"] == "Event":
@@ -288,6 +289,7 @@ class Scene:
         item = self.worlds[name].live[SCALER_KIND, f"{name}-{role}"]
         item["spec"] = {"replicas": size}
         item["metadata"]["generation"] += 1
+        item["metadata"]["resourceVersion"] = f"by-hand-{item['metadata']['generation']}"
 
     def pods(self, role: str = "prefill", name: str = "demo") -> list[str]:
         return sorted(pod for pod in self.worlds[name].pods if f"{name}-{role}-" in pod)

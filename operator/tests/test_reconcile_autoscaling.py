@@ -178,6 +178,41 @@ async def test_a_size_set_by_hand_in_auto_is_followed_and_then_decided_on() -> N
     assert await scene.until(lambda: scene.scaler() < 4) >= WINDOW - STEP, "one pod within a window, as ever"
 
 
+async def test_a_size_set_by_hand_while_pages_are_read_is_not_overwritten() -> None:
+    scene = Scene.of(prefill=1, tokens=3600)
+    router = scene.pods("router")[0]
+    written = []
+
+    def by_hand(page: str) -> str:
+        if "demo" in scene.courses and not written:
+            scene.write_scaler(3)
+            written.append(3)
+        return page
+
+    scene.broken[router] = by_hand
+    await scene.until(lambda: bool(written))
+    assert scene.scaler() == 3
+    assert scene.writes() == []
+    assert "demo-prefill was changed by somebody else meanwhile" in scene.active()["message"]
+    await scene.step()
+    assert scene.scaler() == 5, "it is decided on from there"
+    assert not scene.failures
+    assert scene.active()["reason"] == "Scaling"
+
+
+async def test_a_scaler_that_is_deleted_while_pages_are_read_is_not_made_by_a_decision() -> None:
+    scene = Scene.of(prefill=1, tokens=3600)
+    await scene.step()
+    world = scene.worlds["demo"]
+    scene.broken[scene.pods("router")[0]] = lambda page: (
+        world.live.pop((SCALER_KIND, "demo-prefill"), None),
+        page,
+    )[1]
+    await scene.step()
+    assert scene.writes() == []
+    assert not scene.failures
+
+
 async def test_a_size_set_too_low_by_hand_costs_no_pod() -> None:
     scene = Scene.of(prefill=4, tokens=2900)
     await scene.run(120)

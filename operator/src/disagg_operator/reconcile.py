@@ -26,7 +26,7 @@ from .plan import (
     report,
     report_blind,
 )
-from .scalers import scaler_writes
+from .scalers import resized, scaler_writes
 from .wanted import Wanted, key_of, read
 from .writes import status_of
 
@@ -133,11 +133,26 @@ class Reconciler:
             full, even = autoscale.why_full(observed, now), self.even_clock()
             course = autoscale.look(course, spec, observed, plan.pools, pages, hold, full, even, now)
             for role, manifest in scaler_writes(wanted, observed, course).items():
-                if not await self._apply(key, manifest, failures):
-                    course = autoscale.undone(course, role, str(failures[-1]))
+                why = await self._resize(key, manifest, observed, failures)
+                course = autoscale.undone(course, role, why) if why else course
         self._courses[key] = course
         self.on_course(key, course)
         return course
+
+    async def _resize(
+        self, key: Key, manifest: Manifest, observed: Observed, failures: list[Exception]
+    ) -> str:
+        """Why the scaler was not given its new number; empty if it was. It is read once more: to look takes seconds."""
+        kind, name = key_of(manifest)
+        try:
+            live = await self.kube.get(kind, key.namespace, name)
+        except KubeError as error:
+            failures.append(error)
+            return str(error)
+        write = resized(manifest, observed.live[kind, name], live)
+        if write is None:
+            return f"{kind} {name} was changed by somebody else meanwhile"
+        return "" if await self._apply(key, write, failures) else str(failures[-1])
 
     def _forget_course(self, key: Key) -> None:
         self._courses.pop(key, None)

@@ -14,7 +14,7 @@ from .naming import ENGINES, SCALER_KIND, Component, Manifest, role_name
 from .observe import Observed
 from .pools import Pools
 from .wanted import Wanted, key_of
-from .writes import pinned, status_of
+from .writes import status_of, unchanged
 
 
 def is_marked(live: Manifest, wanted: Manifest) -> bool:
@@ -25,9 +25,7 @@ def is_marked(live: Manifest, wanted: Manifest) -> bool:
 
 def marked(live: Manifest, wanted: Manifest) -> Manifest:
     """What makes it so. It keeps its number, and is written only if it is still the one that was looked at."""
-    manifest = pinned(wanted, live)
-    version = {key: live["metadata"][key] for key in ("resourceVersion",) if key in live["metadata"]}
-    return {**manifest, "metadata": {**manifest["metadata"], **version}, "spec": live["spec"]}
+    return {**unchanged(wanted, live), "spec": live["spec"]}
 
 
 def scaler_statuses(wanted: Wanted, observed: Observed, sizes: Pools) -> tuple[Manifest, ...]:
@@ -55,5 +53,13 @@ def scaler_writes(wanted: Wanted, observed: Observed, course: Course) -> Mapping
         manifest = build_scaler(wanted.owner.name, wanted.owner.namespace, component, size)
         live = observed.live.get(key_of(manifest))
         if live is not None and live["spec"]["replicas"] != size:
-            writes[component] = pinned(sealed(manifest, wanted.owner), live)
+            writes[component] = sealed(manifest, wanted.owner)
     return writes
+
+
+def resized(write: Manifest, looked_at: Manifest, live: Manifest | None) -> Manifest | None:
+    """One of these for the scaler as it is now; None if somebody has made it another one, or given it another number, since it was
+    looked at: that stands."""
+    if live is None or live["metadata"]["uid"] != looked_at["metadata"]["uid"]:
+        return None
+    return unchanged(write, live) if live["spec"]["replicas"] == looked_at["spec"]["replicas"] else None

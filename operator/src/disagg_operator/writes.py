@@ -11,6 +11,13 @@ def pinned(manifest: Manifest, live: Manifest | None) -> Manifest:
     return {**manifest, "metadata": {**manifest["metadata"], "uid": live["metadata"]["uid"]}}
 
 
+def unchanged(manifest: Manifest, live: Manifest) -> Manifest:
+    """The same, and refused with a conflict if anything about the object has changed since."""
+    manifest = pinned(manifest, live)
+    version = live["metadata"]["resourceVersion"]
+    return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": version}}
+
+
 def status_of(live: Manifest, status: Manifest) -> Manifest:
     """A new status for the object that was looked at."""
     meta = live["metadata"]
