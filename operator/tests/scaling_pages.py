@@ -1,16 +1,17 @@
-"""Pages of pods, made up for tests: engines that count, with what breaks them."""
+"""Pages of pods, made up for tests: engines that count, and a load on them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from disagg_operator.naming import Component
 from disagg_operator.pages import Answer, NoPage, Page, Sample
-from disagg_operator.scaling.inputs import Inputs
+from disagg_operator.scaling.inputs import Inputs, Limits, RoleLimits
 from disagg_operator.scaling.learned import Lessons
 from disagg_operator.scaling.signals import Sight, measure, see
 
 WINDOW = 60.0
 TICK = 15.0
+FIRST_BYTE = "disagg_router_time_to_first_byte_seconds_bucket"
 Line = tuple[str, Mapping[str, str], float]
 
 
@@ -79,6 +80,10 @@ def router(
     return page(("disagg_router_waiting_turns", {}, waiting), *decisions, *more)
 
 
+def histogram(name: str, counts: Mapping[str, float], **labels: str) -> list[Line]:
+    return [(name, {**labels, "le": bound}, count) for bound, count in counts.items()]
+
+
 @dataclass
 class Watch:
     """Looks at pods, tick by tick."""
@@ -108,3 +113,37 @@ class Watch:
     @property
     def lessons(self) -> Lessons:
         return self.sight.lessons
+
+
+LIMITS = Limits(
+    prefill=RoleLimits(1, 8),
+    decode=RoleLimits(1, 8),
+    tokens_per_second=1000.0,
+    down_window=0.0,
+    down_pods=1,
+    sequences=100,
+)
+"""Of decisions on what `load` has."""
+
+
+def load(n: int, *, turns: float = 10.0) -> dict[str, Answer]:
+    """The n-th look at four pods a role with work for two: 100 tokens a prompt, `turns` a second, half of it reused."""
+    at = n * TICK
+    share = turns * at / 4
+    return {
+        **{
+            f"p{i}": prefill(
+                computed=50 * share, cached=40 * share, transferred=10 * share, prompts=share, waiting=1
+            )
+            for i in range(4)
+        },
+        **{f"d{i}": decode(usage=0.3, running=10) for i in range(4)},
+        **{f"r{i}": router(turns=turns * at / 2 if n else None, waiting=2) for i in range(2)},
+    }
+
+
+def watched(looks: int = 6, **pods: int) -> tuple[Watch, Inputs]:
+    """Who has looked at `load` so often, and what was seen last."""
+    watch = Watch(**pods)
+    found = [watch.look(load(n)) for n in range(looks)]
+    return watch, found[-1]
