@@ -8,6 +8,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
 
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
@@ -20,13 +22,15 @@ class _JsonFormatter(logging.Formatter):
         entry |= getattr(record, "fields", {})
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+        return _encode(entry)
 
 
 def set_up(level: str) -> None:
     """Log as JSON from `level` (a name of the logging module, lower case) on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter())
+    # No line has any of these, and there is a line for every turn (Python's logging HOWTO, "Optimization").
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     sys.unraisablehook = _ignored
 

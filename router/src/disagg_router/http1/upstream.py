@@ -93,8 +93,7 @@ class EngineConnection(asyncio.Protocol):
         if self._lost:
             answer.connection_lost(None)
         else:
-            self._transport.write(head)
-            self._transport.write(body)
+            self._transport.writelines((head, body))  # one system call, and one segment if both fit
         return answer
 
     def data_received(self, data: bytes) -> None:
