@@ -26,10 +26,11 @@ _LOCK = Path(__file__).parents[2] / "requirements" / "bench-router.txt"
 _TICKS = os.sysconf("SC_CLK_TCK")
 _START_SECONDS = 60.0
 
-Name = Literal["direct", "ours", "ours_pd", "vllm_router", "vllm_router_pd"]
-NAMES: tuple[Name, ...] = ("direct", "ours", "vllm_router", "ours_pd", "vllm_router_pd")
+Name = Literal["direct", "bare", "ours", "ours_pd", "vllm_router", "vllm_router_pd"]
+NAMES: tuple[Name, ...] = ("direct", "bare", "ours", "vllm_router", "ours_pd", "vllm_router_pd")
 TITLES: Mapping[Name, str] = {
     "direct": "no router",
+    "bare": "bare relay",
     "ours": "ours, decode alone",
     "vllm_router": "vllm-router, round robin",
     "ours_pd": "ours, prefill and decode",
@@ -90,6 +91,9 @@ def contender(name: Name, play: Play, core: int) -> Iterator[Contender]:
         match name:
             case "direct":
                 yield Contender(name, decode, None)
+            case "bare":
+                with _bare(decode, core) as (port, pid):
+                    yield Contender(name, port, pid)
             case "ours":
                 with _ours(f"decode=http://127.0.0.1:{decode}", core) as (port, pid):
                     yield Contender(name, port, pid)
@@ -126,6 +130,14 @@ def _engine(play: Play) -> Iterator[int]:
     finally:
         process.terminate()
         process.join()
+
+
+@contextmanager
+def _bare(engine: int, core: int) -> Iterator[tuple[int, int]]:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "relay.log")
+        with _process([sys.executable, "-m", "bench.router.bare", str(engine)], log, core) as process:
+            yield int(_first_line(log, process)), process.pid
 
 
 @contextmanager
