@@ -49,10 +49,10 @@ class Follower:
 
     def knows(self, tokens: list[int]) -> bool:
         """Whether every full block of these tokens was told of, each on the one before it."""
-        parent = None
+        parent, stored = None, self.stored.copy()  # the other thread may be told of more meanwhile
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             found = (parent, tokens[start : start + BLOCK])
-            parent = next((block_hash for block_hash, told in self.stored.items() if told == found), None)
+            parent = next((block_hash for block_hash, told in stored.items() if told == found), None)
             if parent is None:
                 return False
         return True
