@@ -68,7 +68,10 @@ class Daemons:
         if started is None:
             raise DaemonDied(f"{name} ended at once. Its last words, from {log}:\n{_tail(log)}")
         daemon = Daemon(name, pid, started, str(log))
-        (self._folder / f"{name}.json").write_text(json.dumps(asdict(daemon)))
+        # At once: another process may be reading, or this one be killed.
+        unfinished = self._folder / f".{name}"
+        unfinished.write_text(json.dumps(asdict(daemon)))
+        unfinished.rename(self._folder / f"{name}.json")
         return daemon
 
     def all(self) -> list[Daemon]:
