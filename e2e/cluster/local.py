@@ -9,7 +9,7 @@ from pathlib import Path
 
 from e2e.cluster import binaries, controlplane, fake_nodes, host_paths, preflight, state, teardown
 from e2e.cluster.daemons import Daemons
-from e2e.cluster.errors import ClusterError, NoCluster
+from e2e.cluster.errors import ClusterError, NoCluster, WaitTimeoutError
 from e2e.cluster.handle import Cluster
 from e2e.cluster.kubectl import Kubectl
 from e2e.cluster.layout import FAILED_LOGS, Layout
@@ -17,11 +17,14 @@ from e2e.cluster.network import MAX_NODES, Network
 from e2e.cluster.progress import Progress
 from e2e.cluster.provider import Component
 from e2e.cluster.recipes import CLUSTER_PROGRAMS
+from e2e.cluster.shell import wait_until
 from e2e.cluster.starter import Starter
 from e2e.cluster.state import State
 from e2e.images.archive import Image
 from e2e.images.engine_cache import cache_root
 from e2e.images.recipes import RECIPES
+
+_ANSWER_SECONDS = 60.0
 
 
 class LocalCluster:
@@ -132,7 +135,18 @@ class LocalCluster:
     def _is_healthy(self, remembered: State) -> bool:
         daemons = self._daemons.all()
         alive = bool(daemons) and all(daemon.is_alive for daemon in daemons)
-        return remembered.ready and alive and controlplane.is_ready(self._layout, Network(remembered.network))
+        return remembered.ready and alive and self._answers(remembered)
+
+    def _answers(self, remembered: State) -> bool:
+        """Whether the API server is ready, now or soon: on a busy machine it is late at times, and others use the cluster."""
+        try:
+            return wait_until(
+                lambda: controlplane.is_ready(self._layout, Network(remembered.network)),
+                "the API server to answer",
+                limit=_ANSWER_SECONDS,
+            )
+        except WaitTimeoutError:
+            return False
 
     def _require_ready(self) -> State:
         remembered = state.load(self._layout)
