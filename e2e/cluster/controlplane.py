@@ -69,6 +69,12 @@ def start_controllers(
     daemons.start("kube-controller-manager", ns, manager)
     daemons.start("kube-scheduler", ns, scheduler)
     kubectl = Kubectl(programs["kubectl"], layout.client_config("super-admin"), layout.control_plane_netns)
+    limit = int(_READY_LIMIT_SECONDS)
+    kubectl(  # the API server makes it after it has said that it is ready
+        *("wait", "--for=create", "namespace/kube-system", f"--timeout={limit}s"),
+        doing="Waiting for the first namespaces",
+        timeout=limit + 10,
+    )
     bootstrap = yaml.safe_dump_all([*_role_bindings(), *dns.manifests(network)])
     kubectl.apply(bootstrap, "Giving the components their rights")
     daemons.start("coredns", ns, dns.command(programs["coredns"], layout, network))
@@ -171,6 +177,8 @@ def _controller_manager_flags(layout: Layout) -> list[str]:
         f"--cluster-signing-key-file={pki}/ca.key",
         "--concurrent-statefulset-syncs=20",
         "--concurrent-service-endpoint-syncs=20",
+        # No node is ever lost here. One that is late, on a machine that builds or starts engines, is not to look like it.
+        "--node-monitor-grace-period=600s",
     ]
 
 
