@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -23,11 +24,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from e2e.cluster import binaries
-from e2e.cluster.errors import DaemonDied
+from e2e.cluster.errors import CommandError, DaemonDied
+from e2e.cluster.layout import REPOSITORY
 from e2e.cluster.progress import Progress
 from e2e.cluster.shell import wait_until
 
 PROGRAMS = ("etcd", "kube-apiserver", "kubectl")
+_CRDS = REPOSITORY / "crds"
 _READY_LIMIT_SECONDS = 300.0
 _STOP_LIMIT_SECONDS = 60.0
 
@@ -72,6 +75,32 @@ class ApiServer:
         text = manifest if isinstance(manifest, str) else json.dumps(dict(manifest))
         return self.kubectl("apply", "-f", "-", *options, stdin=text)
 
+    def install_crds(self) -> None:
+        """Apply this project's CRDs and return when kubectl finds their kinds, which is a moment after they are established.
+
+        Raises:
+            CommandError, WaitTimeoutError: they are refused, or not served in time.
+        """
+        self._do("apply", "--server-side", "-f", str(_CRDS))
+        self._do("wait", "--for=condition=Established", "crd", "--all", "--timeout=180s")
+        for path in _CRDS.glob("*.yaml"):
+            plural = yaml.safe_load(path.read_text())["spec"]["names"]["plural"]
+            wait_until(
+                partial(self._tells_of, plural),
+                f"the API server to tell of {plural}",
+                limit=_READY_LIMIT_SECONDS,
+            )
+
+    def _tells_of(self, plural: str) -> bool:
+        return self.kubectl("get", plural).ok and self.kubectl("explain", f"{plural}.spec").ok
+
+    def _do(self, *arguments: str) -> None:
+        answer = self.kubectl(*arguments)
+        if not answer.ok:
+            raise CommandError(
+                "Preparing the API server", ["kubectl", *arguments], answer.code, answer.stderr
+            )
+
 
 @contextmanager
 def api_server(folder: Path) -> Iterator[ApiServer]:
@@ -81,7 +110,8 @@ def api_server(folder: Path) -> Iterator[ApiServer]:
         ClusterError: a program cannot be built, ended by itself, or was not ready in time; logs are in `folder`.
     """
     paths = binaries.ensure(PROGRAMS, Progress())
-    etcd_url, peer_url, port = _loopback(), _loopback(), _free_port()
+    client_port, peer_port, port = _free_ports(3)
+    etcd_url, peer_url = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
     token = _credentials(folder)
     etcd_command: list[str | Path] = [
         paths["etcd"],
@@ -124,7 +154,10 @@ def api_server(folder: Path) -> Iterator[ApiServer]:
         )
         kubeconfig = folder / "kubeconfig"
         kubeconfig.write_text(yaml.safe_dump(_kubeconfig(port, certificate, token)))
-        yield ApiServer(kubeconfig, paths["kubectl"])
+        running = ApiServer(kubeconfig, paths["kubectl"])
+        # Made after the server says that it is ready, and by it.
+        running._do("wait", "--for=create", "namespace/default", "--timeout=180s")
+        yield running
 
 
 def _credentials(folder: Path) -> str:
@@ -154,14 +187,13 @@ def _kubeconfig(port: int, certificate: Path, token: str) -> dict[str, object]:
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _loopback() -> str:
-    return f"http://127.0.0.1:{_free_port()}"
+def _free_ports(count: int) -> list[int]:
+    """Different ones, since all are held until the last is found."""
+    with ExitStack() as probes:
+        found = [probes.enter_context(socket.socket()) for _ in range(count)]
+        for probe in found:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in found]
 
 
 @contextmanager

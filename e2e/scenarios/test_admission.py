@@ -22,10 +22,7 @@ SCALED = {"scaling": {"maxReplicas": 4}}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     with api_server(tmp_path_factory.mktemp("apiserver")) as running:
-        applied = running.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
-        assert applied.ok, applied.stderr
-        established = running.kubectl("wait", "--for=condition=Established", "--timeout=180s", "crd", "--all")
-        assert established.ok, established.stderr
+        running.install_crds()
         yield running
 
 

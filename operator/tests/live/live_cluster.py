@@ -185,13 +185,7 @@ def control_plane(folder: Path) -> Iterator[Cluster]:
         ]
         with _process(command, folder / "kube-controller-manager.log", dict(os.environ)):
             cluster = Cluster(server, folder)
-            cluster.kubectl("apply", "--server-side", "-f", str(REPOSITORY / "crds"))
-            cluster.kubectl(
-                "wait",
-                "--for=condition=Established",
-                "crd/disagginferences.inference.disagg.dev",
-                "--timeout=180s",
-            )
+            server.install_crds()
             yield cluster
 
 

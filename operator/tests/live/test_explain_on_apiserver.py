@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from live_cluster import REPOSITORY
 from typer.testing import CliRunner
 
 from disagg_operator.cli import app
@@ -57,8 +56,7 @@ STATUS = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     with api_server(tmp_path_factory.mktemp("apiserver")) as running:
-        done(running, "apply", "--server-side", "-f", str(REPOSITORY / "crds"))
-        done(running, "wait", "--for=condition=Established", "--timeout=180s", "crd", "--all")
+        running.install_crds()
         done(running, "create", "namespace", "team-a")
         done(running, "apply", "-n", "team-a", "-f", "-", stdin=json.dumps(OBJECT))
         patch = json.dumps({"status": STATUS})
