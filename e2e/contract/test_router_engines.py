@@ -113,6 +113,7 @@ async def test_small_turns_are_right_and_cost_prefill_nothing(
         messages: list[dict[str, str]] = []
         for number, (words, where) in enumerate([(90, "remote"), (5, "small"), (8, "small"), (90, "remote")]):
             messages.append({"role": "user", "content": prompt(700 + number, words)})
+            await until(mine.idle, "the turn before is over on both engines")
             computed = await mine.metric(mine.running.prefill.url, COMPUTED)
             taken = await mine.metric(admin, "disagg_router_turns_total", where)
             body = {

@@ -279,4 +279,6 @@ def test_without_its_prefill_engine_a_turn_is_computed(served: Served) -> None:
     local = served.local()
     served.prefill.kill()
     served.converse(2)
+    # A turn is counted when it is over, which is a moment after its answer has come.
+    wait_until(lambda: served.local() >= local + 2, "both turns are counted")
     assert served.local() == local + 2
