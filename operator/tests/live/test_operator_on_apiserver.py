@@ -102,7 +102,10 @@ def test_a_bad_revision_leaves_the_old_one_serving_and_going_back_keeps_its_pods
     cluster.patch(namespace, "demo", {"engine": {"image": "vllm:2"}})
     cluster.wait_for(namespace, "demo", "Ready", "True")
     until(lambda: len(pods(cluster, namespace)) == 6, "one revision's pods and the routers")
-    assert len([c for c in children(cluster, namespace) if c["kind"] == "StatefulSet"]) == 2
+    until(
+        lambda: len([c for c in children(cluster, namespace) if c["kind"] == "StatefulSet"]) == 2,
+        "one revision's StatefulSets",
+    )
 
 
 def test_a_bad_template_is_reported_and_its_pods_replaced_when_it_is_put_right(
