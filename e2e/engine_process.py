@@ -20,7 +20,7 @@ from e2e.images.engine_bundle import EngineError
 
 _PARENT = Path(__file__).with_name("engine_parent.py")
 _IMPORT_SECONDS = 600.0
-_FORK_SECONDS = 60.0
+_FORK_SECONDS = 300.0
 
 
 class Process(Protocol):

@@ -59,7 +59,7 @@ def processes(prefix: str, root: Path = ROOT) -> set[int]:
     return found
 
 
-def remove(prefix: str, root: Path = ROOT, limit: float = 10.0) -> None:
+def remove(prefix: str, root: Path = ROOT, limit: float = 60.0) -> None:
     """Remove our groups, deepest first; a group is busy until the kernel has buried its last process.
 
     Raises:

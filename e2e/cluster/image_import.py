@@ -35,7 +35,7 @@ def import_images(
 def _import(node: NodeLayout, archive: Path, images: Sequence[Image], ctr: Path) -> None:
     command: list[Word] = [ctr, "--address", node.socket, "--namespace", "k8s.io"]
     command += ["images", "import", "--local", archive]
-    run(in_netns(node.netns, command), f"Importing images into {node.name}", timeout=300)
+    run(in_netns(node.netns, command), f"Importing images into {node.name}", timeout=1200)
     record = _read(node) | {image.reference: image.digest for image in images}
     _record_path(node).write_text(json.dumps(record, indent=1))
 

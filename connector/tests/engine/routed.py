@@ -14,7 +14,7 @@ from disagg_router.http1 import Address
 from disagg_router.server import Router
 from e2e.engines import HOST, Engine
 
-_START_SECONDS = 30.0
+_START_SECONDS = 120.0
 
 
 @contextmanager
