@@ -162,7 +162,6 @@ class Engine:
         self.log = self.folder / f"{name}.log"
         self._reserved = _ReservedPorts(3)
         self.ports = Ports(*self._reserved.numbers)
-        self._started = time.monotonic()
         self.process = spec.start(self.ports, self.folder, self.log)
         # In a session of its own, so that what ends the harness' process group leaves it alive.
         self._guard = subprocess.Popen(
@@ -189,6 +188,7 @@ class Engine:
         Raises:
             EngineError: the server exited or is not ready within the limit; the text ends with its last log lines.
         """
+        deadline = time.monotonic() + limit_seconds
         while True:
             if (status := self.process.poll()) is not None:
                 raise EngineError(
@@ -196,7 +196,7 @@ class Engine:
                 )
             if self._is_healthy():
                 return
-            if time.monotonic() - self._started > limit_seconds:
+            if time.monotonic() > deadline:
                 raise EngineError(
                     f"Engine {self.name} is not ready after {limit_seconds:.0f} s.\n{self.log_tail()}"
                 )
