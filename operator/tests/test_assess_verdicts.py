@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from operator_world import SETTINGS, START, World, key_policy, minimal_spec, resource
 
+from disagg_operator.api.conditions import ConditionType, Reason
+from disagg_operator.api.status import Condition, ConditionStatus
 from disagg_operator.errors import KubeError, classify
 from disagg_operator.observe import Observed, Stranger
 from disagg_operator.plan import Report, make_plan, notices, report, report_blind
@@ -199,3 +201,29 @@ def test_an_outage_of_a_role_is_told_as_a_warning() -> None:
     world.tick()
     warned = [n for n in world.reconcile().notices if n.type == "Warning"]
     assert [n.message.split(":")[0] for n in warned] == ["DecodeReady"]
+
+
+def scaling_active(status: ConditionStatus, reason: Reason) -> Condition:
+    return Condition(
+        type=ConditionType.SCALING_ACTIVE,
+        status=status,
+        observed_generation=1,
+        last_transition_time=START,
+        reason=reason,
+        message="why",
+    )
+
+
+def test_a_ratio_that_cannot_be_kept_is_told_also_if_sizes_were_held_before() -> None:
+    """As those of every new object are, whose pods have no metrics yet."""
+    no, yes = ConditionStatus.FALSE, ConditionStatus.TRUE
+    violated = scaling_active(no, Reason.RATIO_CONFLICT)
+    for before in (
+        (),
+        [scaling_active(no, Reason.METRICS_UNAVAILABLE)],
+        [scaling_active(yes, Reason.SCALING)],
+    ):
+        notice = ("Warning", "RatioConstraintViolated", "ScalingActive: why")
+        assert [(n.type, n.reason, n.message) for n in notices(before, [violated])] == [notice]
+    assert notices([violated], [violated]) == ()
+    assert notices([violated], [scaling_active(no, Reason.SCALING_HELD)]) == ()

@@ -390,6 +390,8 @@ def _kind_of_notice(condition: Condition, was: Condition | None) -> str | None:
             return "Warning" if is_trouble(condition.reason) else "Normal"
         case ConditionType.STALLED:
             return "Warning"
+        case ConditionType.SCALING_ACTIVE if condition.reason == Reason.RATIO_CONFLICT:
+            return "Warning"  # only a person can end it, whatever else held the sizes before
         case _:
             served = was is not None and was.status is ConditionStatus.TRUE
             return "Warning" if served and condition.reason != Reason.SUSPENDED else None
