@@ -263,6 +263,15 @@ def test_without_a_status_it_says_that_no_operator_has_looked() -> None:
     assert "Nothing has been decided yet" in shown
 
 
+@pytest.mark.parametrize(
+    ("now", "then", "words"),
+    [(1, 1, "1 pod,"), (2, 2, "2 pods"), (1, 2, "1 -> 2 pods"), (2, 1, "2 -> 1 pod")],
+)
+def test_one_pod_is_not_called_pods(now: int, then: int, words: str) -> None:
+    size = {"currentReplicas": now, "desiredReplicas": then, "needMilli": 900}
+    assert f"\nprefill: {words}" in said(spec(), {"scaling": scaling(prefill=size)})
+
+
 def test_an_object_whose_sizes_are_fixed_is_not_waited_for() -> None:
     shown = said(spec("Disabled"), {})
     assert "Nothing has been decided yet" not in shown

@@ -321,11 +321,16 @@ def _measured(inputs: ScalingInputsStatus) -> Iterator[str]:
         yield f"95th percentiles: {', '.join(known)}"
 
 
+def _pods(count: int) -> str:
+    return "1 pod" if count == 1 else f"{count} pods"
+
+
 def _about(role: RoleAccount, now: datetime) -> Iterator[str]:
-    size = f"{role.replicas} pods"
+    size = _pods(role.replicas)
     if role.current_replicas is not None and role.desired_replicas is not None:
-        change = [role.current_replicas, role.desired_replicas]
-        size = " -> ".join(str(pods) for pods in dict.fromkeys(change)) + " pods"
+        size = _pods(role.desired_replicas)
+        if role.current_replicas != role.desired_replicas:
+            size = f"{role.current_replicas} -> {size}"
         if role.replicas != role.desired_replicas:
             size += f" ({role.replicas} now)"
     bounds = "fixed" if role.least is None else f"between {role.least} and {role.most}"
