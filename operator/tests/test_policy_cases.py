@@ -234,6 +234,20 @@ def walk(ticks: list[Inputs], limits: Limits, first: Sizes) -> list[Sizes]:
     return found
 
 
+def test_clients_that_waited_and_come_again_are_no_trend() -> None:
+    """What they send falls while they wait, and the window forgets that only slowly."""
+    waits = [seen(work, backlog=4000.0) for work in (700.0, 500.0, 300.0, 300.0)]
+    come_again = [seen(work) for work in (450.0, 600.0, 750.0, 900.0, 900.0)]
+    limits = with_limits(pod_start_seconds=90.0)
+    sizes = walk([*[FITS] * 20, *waits, *come_again], limits, Sizes(2, 8))
+    assert {s.prefill for s in sizes} == {2}
+
+
+def test_a_load_that_grows_beyond_what_it_was_before_the_wait_is_a_trend() -> None:
+    grows = [seen(900.0 + 100.0 * n, backlog=4000.0) for n in range(5)]
+    assert walk([*[FITS] * 20, *grows], with_limits(pod_start_seconds=90.0), Sizes(2, 8))[-1].prefill == 4
+
+
 def test_the_rate_of_shrinking_holds_in_a_window_of_more_than_an_hour() -> None:
     ticks = int(7200 / TICK)
     sizes = walk([IDLE_PREFILL] * (2 * ticks), with_limits(down_window=7200.0, down_pods=1), Sizes(8, 2))

@@ -25,12 +25,17 @@ class Tick:
     at: float
     reuse: Reuse
     offered: float
+    """Prompt tokens per second that routers sent."""
     up: Sizes
     """As large as the load asks for."""
     down: Sizes
     """As small as the load allows."""
+    sent: float = 0.0
+    """Prompt tokens per second that clients would have sent if none had waited."""
+    waited: bool = False
+    """More waited for prefill than came in a second."""
     work: float = 0.0
-    """Prompt tokens to compute per second."""
+    """Of `sent`, prompt tokens to compute per second."""
     decode_need: float = 0.0
     """Pods, before rounding."""
     late_first_tokens: bool = False

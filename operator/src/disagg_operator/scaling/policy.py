@@ -162,16 +162,17 @@ def _look(
     reuse = load.reuse if load.tokens >= _least_tokens(speed, limits) else Reuse()
     growing = _growing_reuse(reuse, inputs, limits, history, now)
     past, ahead = history.within(now, TREND_SECONDS), min(limits.pod_start_seconds, MOST_AHEAD)
-    work = load.offered * (1.0 - growing.total)
+    waited = load.backlog > load.offered
+    sent = _sent(load, waited, limits, history, now)
+    work = sent * (1.0 - growing.total)
     more = 1.0  # A pod that was taken away has its conversations computed anew once: that is no trend.
     if not history.moved(Component.PREFILL, now, 2 * TREND_SECONDS, -1):
         more = _trend([(t.at, t.work) for t in past], now, work, ahead)
-    offered = max(_held_up(load, limits, history, now), load.offered * more)
+    offered = max(sent, load.offered * more)
     up = None if speed is None else prefill_need(load, offered, growing, speed, limits)
     down = None if speed is None else prefill_need(load, load.offered, reuse, speed, limits)
     decode = decode_need(decode_load, limits)
-    coming = load.offered * _trend([(t.at, t.offered) for t in past], now, load.offered, ahead)
-    coming = max(coming, _held_up(load, limits, history, now))
+    coming = max(sent, load.offered * _trend([(t.at, t.sent) for t in past], now, sent, ahead))
     # What waits for decode counts already for what is to come.
     factor = _coming(coming, load, limits) if decode_load.waiting < 1 else 1.0
     decode_pods = _steady_decode(decode, decode_load, history, now) * factor
@@ -182,6 +183,8 @@ def _look(
         at=now,
         reuse=reuse,
         offered=load.offered,
+        sent=sent,
+        waited=waited,
         work=work,
         up=Sizes(
             _grown(up.pods if up else None, sizes.prefill, limits),
@@ -216,13 +219,15 @@ def _growing_reuse(reuse: Reuse, inputs: Inputs, limits: Limits, history: Histor
     return replace(counted, remote=0.0) if inputs.failed_share > FAILED_SHARE else counted
 
 
-def _held_up(load: PrefillLoad, limits: Limits, history: History, now: float) -> float:
-    """What is offered. While prompts wait, clients that wait for them send nothing new: then what was offered before counts."""
-    if load.backlog <= load.offered:
+def _sent(load: PrefillLoad, waited: bool, limits: Limits, history: History, now: float) -> float:
+    """What clients would send if none waited: the most of the last minutes, as those whose prompts wait send nothing new.
+
+    Also while such a time is in the window that the load is measured over, so that clients that come again are no trend.
+    """
+    if not waited and not any(t.waited for t in history.within(now, limits.window)):
         return load.offered
-    return max(
-        [load.offered, *(t.offered for t in history.within(now, min(GROW_REUSE_SECONDS, limits.down_window)))]
-    )
+    past = history.within(now, min(GROW_REUSE_SECONDS, limits.down_window))
+    return max([load.offered, *(t.offered for t in past)])
 
 
 def _trend(values: Sequence[tuple[float, float]], now: float, value: float, ahead: float) -> float:
