@@ -28,8 +28,9 @@ from .scaling.history import EMPTY, History
 from .scaling.inputs import DecodeLoad, Inputs, Limits, PrefillLoad, RoleLimits, Sizes
 from .scaling.learned import resume as resume_lessons
 from .scaling.names import NAMES
-from .scaling.policy import Arithmetic, Because, Decision, Outcome, decide
+from .scaling.policy import Because, Decision, Outcome, decide
 from .scaling.signals import NOTHING, Sight, measure, see
+from .scaling.terms import Arithmetic
 
 TICK_SECONDS = 15.0
 _EARLY = 2.0
