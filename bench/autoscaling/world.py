@@ -321,6 +321,7 @@ class World:
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now - WINDOW:
             self._snapshots.popleft()
         since, before = self._snapshots[0]
+        latest = counters.minus(self._snapshots[-2][1]) if len(self._snapshots) > 1 else Counters()
         for values in (self._ttfts, self._itls):
             while values and values[0][0] < now - WINDOW:
                 values.popleft()
@@ -343,6 +344,7 @@ class World:
             ttft_p95=_p95(self._ttfts),
             itl_p95=_p95(self._itls),
             draining=any(pod.state is State.DRAINING for pod in self._by_name.values()),
+            latest=latest,
         )
 
 

@@ -248,6 +248,25 @@ def test_a_load_that_grows_beyond_what_it_was_before_the_wait_is_a_trend() -> No
     assert walk([*[FITS] * 20, *grows], with_limits(pod_start_seconds=90.0), Sizes(2, 8))[-1].prefill == 4
 
 
+def fallen(backlog: float = 4000.0, tokens: float = 20_000.0) -> Inputs:
+    """Nothing is reused any more, which the window shows only in part so far."""
+    inputs = seen(reuse=0.5, backlog=backlog)
+    assert inputs.prefill is not None
+    return replace(inputs, prefill=replace(inputs.prefill, latest_tokens=tokens, latest_reuse=0.0))
+
+
+def test_prefill_grows_by_the_reuse_of_the_latest_look_while_prompts_wait() -> None:
+    assert walk([FITS, fallen()], LIMITS, Sizes(2, 8))[-1].prefill == 4, "1800 of 1800 tokens/s to compute"
+    assert walk([FITS, fallen(backlog=0.0)], LIMITS, Sizes(2, 8))[-1].prefill == 2, "the pods can do it"
+    assert walk([FITS, fallen(tokens=100.0)], LIMITS, Sizes(2, 8))[-1].prefill == 2, "it may be chance"
+
+
+def test_a_pool_that_has_just_grown_waits_for_the_window_to_show_the_fall() -> None:
+    limits = with_limits(pod_start_seconds=30.0)
+    grown = walk([seen(1400.0), *[fallen()] * 7], limits, Sizes(2, 8))
+    assert [sizes.prefill for sizes in grown] == [3, 3, 3, 3, 3, 3, 6, 6]
+
+
 def test_the_rate_of_shrinking_holds_in_a_window_of_more_than_an_hour() -> None:
     ticks = int(7200 / TICK)
     sizes = walk([IDLE_PREFILL] * (2 * ticks), with_limits(down_window=7200.0, down_pods=1), Sizes(8, 2))

@@ -47,6 +47,21 @@ def test_the_load_of_a_quiet_minute() -> None:
     assert inputs.failed_share == 0
 
 
+def test_the_latest_look_shows_a_fall_of_reuse_at_once() -> None:
+    watch, before = watched()
+    assert before.prefill is not None
+    assert before.prefill.latest_tokens == pytest.approx(TICK * 1000)
+    assert before.prefill.latest_reuse == pytest.approx(0.5)
+    warm, all_ = (10 * n * TICK / 4 for n in (5, 6))
+    cold = prefill(
+        computed=50 * warm + 100 * (all_ - warm), cached=40 * warm, transferred=10 * warm, prompts=all_
+    )
+    inputs = watch.look({**load(6), **{f"p{i}": cold for i in range(4)}})
+    assert inputs.prefill is not None
+    assert inputs.prefill.latest_reuse == 0
+    assert inputs.prefill.reuse.total == pytest.approx(0.5 * 3 / 4)
+
+
 def test_every_pod_is_counted_from_its_second_look() -> None:
     watch = Watch()
     first = watch.look(load(0))

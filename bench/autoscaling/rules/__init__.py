@@ -5,7 +5,7 @@ told the same: the engine's speed and memory, the target for the time to first t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from bench.autoscaling.figures import H200, TTFT_SLO, Engine
@@ -109,6 +109,8 @@ class Seen:
     itl_p95: float | None
     draining: bool = False
     """Whether pods that were taken away still serve."""
+    latest: Counters = field(default_factory=Counters)
+    """Since the look before."""
 
 
 class Rule(Protocol):

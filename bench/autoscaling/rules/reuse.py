@@ -53,6 +53,8 @@ def inputs(seen: Seen) -> Inputs:
             reuse=reuse,
             backlog=waiting * window.offered / max(window.sent, 1.0),
             written_back=window.written_back,
+            latest_tokens=seen.latest.finished,
+            latest_reuse=seen.latest.reuse,
         ),
         decode=DecodeLoad(
             kv_usage=sum(fuller) / len(fuller),

@@ -60,6 +60,10 @@ class PrefillLoad:
     """Prompt tokens of requests that wait, in prefill's queues and the routers'."""
     written_back: float = 0.0
     """Tokens whose KV decode put into prefill's prefix cache within the window."""
+    latest_tokens: float = 0.0
+    """Prompt tokens that prefill finished between the last two looks."""
+    latest_reuse: float = 0.0
+    """The share of those that it did not have to compute."""
 
 
 @dataclass(frozen=True, slots=True)

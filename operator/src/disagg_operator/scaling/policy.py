@@ -12,12 +12,11 @@ from ..naming import ENGINES, Component
 from .history import History, Resize
 from .inputs import DecodeLoad, Inputs, Limits, PrefillLoad, Reuse, RoleLimits, Sizes
 from .need import prefill_need
-from .terms import FAILED_SHARE, GROW_REUSE_SECONDS, Arithmetic, look
+from .terms import FAILED_SHARE, GROW_REUSE_SECONDS, UP_SECONDS, Arithmetic, look, seconds_to_show
 
 LATE_TICKS = 3
 MOST_TURNS = 3
 """Changes of direction within an hour that shrinking may come to: growing, which is never refused, makes the fourth."""
-UP_SECONDS = 60.0
 
 
 class Because(StrEnum):
@@ -181,7 +180,11 @@ class _Choice:
         if role is Component.DECODE and wanted > size and self._is_price_of_reuse():
             wanted, self._because[role] = size, Because.RETAINED
         late = self._late(role)
-        if late is not None and wanted <= size and not self._history.moved(role, self._now, self._effect, 1):
+        if (
+            late is not None
+            and wanted <= size
+            and not self._history.moved(role, self._now, seconds_to_show(self._limits), 1)
+        ):
             wanted, self._because[role] = size + 1, late
         if wanted <= size:
             if role is Component.PREFILL and self._terms.speed is None:
@@ -191,11 +194,6 @@ class _Choice:
         if wanted - size > allowed:
             wanted, self._because[role] = size + max(allowed, 0), Because.UP_RATE
         self._sizes = self._sizes.with_size(role, wanted)
-
-    @property
-    def _effect(self) -> float:
-        """Seconds until a pod that was added shows in what users wait for."""
-        return UP_SECONDS + self._limits.pod_start_seconds
 
     def _late(self, role: Component) -> Because | None:
         """Whether users have waited too long for a while, and this role is what they waited for."""

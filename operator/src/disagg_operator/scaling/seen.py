@@ -101,6 +101,11 @@ class Seen:
         )
 
     @property
+    def latest(self) -> "Seen":
+        """The same as far as the last two looks show it."""
+        return replace(self, points=self.points[-2:])
+
+    @property
     def seconds(self) -> float:
         """What an increase is over; 0 if there is only one look so far."""
         return self.points[-1].at - self.points[0].at if self.points else 0.0

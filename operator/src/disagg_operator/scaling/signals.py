@@ -163,7 +163,8 @@ def _prefill_load(
         return None, [
             f"{Component.PREFILL}: no prompt has been finished yet, so nobody knows how long they are"
         ]
-    tokens, remote, local = (math.fsum(parts) for parts in zip(*map(_sources, prefill.rated), strict=True))
+    tokens, remote, local = _sum_of_sources(prefill.rated)
+    latest, *reused = _sum_of_sources([seen.latest for seen in prefill.rated])
     # What was counted before the window goes out of it by its share of the time.
     share = min(1.0, window / max(seen.seconds for seen in prefill.rated))
     return PrefillLoad(
@@ -172,7 +173,15 @@ def _prefill_load(
         reuse=Reuse(local / tokens, remote / tokens) if tokens else Reuse(),
         backlog=waiting * (prompt or 0.0),
         written_back=prefill.increase(INSERTED) * share,
+        latest_tokens=latest,
+        latest_reuse=math.fsum(reused) / latest if latest else 0.0,
     ), ()
+
+
+def _sum_of_sources(pods: Sequence[Seen]) -> tuple[float, float, float]:
+    """What _sources() says of all these pods, of which there is one at least."""
+    tokens, remote, local = (math.fsum(parts) for parts in zip(*map(_sources, pods), strict=True))
+    return tokens, remote, local
 
 
 def _sources(seen: Seen) -> tuple[float, float, float]:

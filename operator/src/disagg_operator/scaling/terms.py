@@ -19,6 +19,7 @@ LEAST_TOKENS = 10_000.0
 LEAST_SHARE = 0.1
 """Of what one pod computes in a window: as good for engines that are too slow for so many tokens. Below it a pod is enough anyway."""
 GROW_REUSE_SECONDS = 300.0
+UP_SECONDS = 60.0
 FAILED_SHARE = 0.01
 SMOOTH_SECONDS = 60.0
 """Decode's KV usage is taken as the mean of so long."""
@@ -65,9 +66,12 @@ def look(
     """
     speed = _speed(inputs, limits)
     reuse = load.reuse if load.tokens >= _least_tokens(speed, limits) else Reuse()
-    growing = _growing_reuse(reuse, inputs, limits, history, now)
-    past, ahead = history.within(now, TREND_SECONDS), min(limits.pod_start_seconds, MOST_AHEAD)
     waited = load.backlog > load.offered
+    pessimistic = reuse
+    if waited and not history.moved(Component.PREFILL, now, seconds_to_show(limits), 1):
+        pessimistic = _latest(reuse, load, speed, limits)
+    growing = _growing_reuse(pessimistic, inputs, limits, history, now)
+    past, ahead = history.within(now, TREND_SECONDS), min(limits.pod_start_seconds, MOST_AHEAD)
     sent = _sent(load, waited, limits, history, now)
     work = sent * (1.0 - growing.total)
     more = 1.0  # A pod that was taken away has its conversations computed anew once: that is no trend.
@@ -112,6 +116,18 @@ def _least_tokens(speed: Speed | None, limits: Limits) -> float:
         if speed is None
         else min(LEAST_TOKENS, LEAST_SHARE * speed.tokens_per_second * limits.window)
     )
+
+
+def seconds_to_show(limits: Limits) -> float:
+    """Until a pod that was added shows in what users wait for."""
+    return UP_SECONDS + limits.pod_start_seconds
+
+
+def _latest(reuse: Reuse, load: PrefillLoad, speed: Speed | None, limits: Limits) -> Reuse:
+    """That of the latest look, if it is less: a window shows all of a fall only when it has gone by."""
+    if load.latest_tokens < _least_tokens(speed, limits):
+        return reuse
+    return reuse.scaled(min(reuse.total, load.latest_reuse))
 
 
 def _growing_reuse(reuse: Reuse, inputs: Inputs, limits: Limits, history: History, now: float) -> Reuse:
