@@ -15,9 +15,13 @@ import typer
 from bench.gpu.engines import Place, Size
 from bench.gpu.measure import Running, Workload, measure, write
 from bench.gpu.modes import MODES, Mode
+from bench.gpu.placement import for_cpu
+from bench.gpu.placement import measure as measure_placement
 from bench.gpu.report import render
 from bench.gpu.soak import Load, soak
 from bench.gpu.transfers import Layout, compare
+from bench.local_prefill.compare import POLICIES
+from bench.local_prefill.mixes import MIXES
 from e2e.images.engine_cache import say
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -28,6 +32,7 @@ Cpu = Annotated[bool, typer.Option("--cpu", help="Rehearse on CPU with the tiny 
 
 _BIG = Size("qwen3-32b", kv_blocks=4_096, max_model_len=20_480)
 _SMALL = Size("qwen3-0.6b", kv_blocks=640, max_model_len=4_096, weights="sharp")
+_CHATS = Size("qwen3-32b", kv_blocks=11_500, max_model_len=40_960, max_sequences=64, chats=True)
 _TINY = Size("tiny-qwen3", kv_blocks=512, max_model_len=2_048)
 _TINY_WORKLOAD = Workload(turns=4, first_prompt=500, user_tokens=40, answer_tokens=60)
 
@@ -92,6 +97,26 @@ def soak_command(
     write(result, out, f"soak-{mode}")
     shown = ("run_seconds", "tally", "leaked_blocks", "checksums", "faults", "started")
     say(json.dumps({key: result[key] for key in shown}))
+
+
+@app.command()
+def placement(
+    out: Out,
+    scratch: Scratch,
+    mix: Annotated[str, typer.Option(help="Of bench/local_prefill/mixes.py.")] = "mixed",
+    policies: Annotated[str, typer.Option(help="Names, separated by commas.")] = ",".join(POLICIES),
+    sessions: Annotated[int, typer.Option(help="At a time; 0 is as the mix has it.")] = 0,
+    seconds: float = 110.0,
+    warm_up: float = 30.0,
+    cpu: Cpu = False,
+) -> None:
+    """Where prompts are computed: the policies of router.localPrefill, with the router before the engines."""
+    place = Place(not cpu, _fresh(scratch))
+    turns = next(each for each in MIXES if each.name == mix)
+    turns = replace(turns, sessions=sessions or turns.sessions)
+    size, turns = (_TINY, for_cpu(turns)) if cpu else (_CHATS, turns)
+    result = measure_placement(place, size, turns, policies.split(","), seconds, warm_up)
+    write(result, out, f"placement-{mix.replace(' ', '-')}-{turns.sessions}")
 
 
 @app.command()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from bench.gpu.chat import write_tokenizer
 from bench.gpu.serve import GATE, WEIGHTS
 from bench.gpu.shapes import VOCABULARY, write_model
 from e2e.engines import HOST, Engine, EngineSpec, KVTransferConfig, Ports
@@ -102,6 +103,9 @@ class Size:
     kv_blocks: int
     max_model_len: int
     weights: Literal["dummy", "sharp"] = "dummy"
+    max_sequences: int = 16
+    chats: bool = False
+    """Prompts are texts (`bench.gpu.chat`) and not token ids."""
 
 
 @dataclass
@@ -134,6 +138,8 @@ class Place:
         scratch = self.folder / f"{self._made}-{name}"
         scratch.mkdir(parents=True)
         model = write_model(size.model, self.folder / "models") if self.gpus else ensure_model("tiny-qwen3")
+        if size.chats and self.gpus:
+            write_tokenizer(model)
         home = self.folder.parent / "home"
         home.mkdir(exist_ok=True)
         spec = HeldSpec(
@@ -149,6 +155,7 @@ class Place:
             weights=size.weights,
             prefix_caching=prefix_caching,
             graphs=graphs,
+            max_sequences=size.max_sequences,
         )
         return Held(Engine(spec, name, scratch), spec.gate)
 

@@ -42,6 +42,8 @@ class Turn:
     answer: int
     pause: float
     """Seconds from the end of the turn before."""
+    first: bool
+    """Of its conversation."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Mix:
                 # Three bytes are taken for a token that mostly has four, and texts differ.
                 estimate = max(int(new * 4 / 3 * random.lognormvariate(0, 0.15)), 1)
                 answer = random.randint(*self.answer)
-                yield Turn(new, estimate, answer, random.expovariate(1 / self.pause))
+                yield Turn(new, estimate, answer, random.expovariate(1 / self.pause), first=turn == 0)
 
 
 _SMALL: Span = (40, 300)
