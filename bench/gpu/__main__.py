@@ -32,7 +32,7 @@ Cpu = Annotated[bool, typer.Option("--cpu", help="Rehearse on CPU with the tiny 
 
 _BIG = Size("qwen3-32b", kv_blocks=4_096, max_model_len=20_480)
 _SMALL = Size("qwen3-0.6b", kv_blocks=640, max_model_len=4_096, weights="sharp")
-_CHATS = Size("qwen3-32b", kv_blocks=11_500, max_model_len=40_960, max_sequences=64, chats=True)
+_CHATS = Size("qwen3-32b", kv_blocks=15_000, max_model_len=40_960, max_sequences=64, chats=True)
 _TINY = Size("tiny-qwen3", kv_blocks=512, max_model_len=2_048)
 _TINY_WORKLOAD = Workload(turns=4, first_prompt=500, user_tokens=40, answer_tokens=60)
 

@@ -24,6 +24,7 @@ import aiohttp
 
 from bench.gpu import chat
 from bench.gpu.engines import Held, Place, Size, log_facts, started
+from bench.gpu.measure import counters, settled
 from bench.gpu.modes import MODES, Role
 from bench.local_prefill.compare import COLOCATED, POLICIES
 from bench.local_prefill.mixes import Mix
@@ -104,12 +105,15 @@ def measure(
                 _stop(held.pop(False))
             engines, took = started(held[policy == COLOCATED])
             say(f"{policy}: engines ready after {took:.0f} s")
+            before = {name: counters(engine) for name, engine in engines.items()}
             turns = _run_policy(policy, engines, mix, place.folder, seconds)
+            after = settled(engines)
             found = summary(turns, warm_up)
             results[policy] = {
                 **asdict(found),
                 "decisions": _decisions(turns, warm_up),
-                "taken": [asdict(turn) for turn in turns],
+                "counters": {name: _grown(before[name], after[name]) for name in engines},
+                "taken": [_row(turn) for turn in turns],
                 "logs": {name: log_facts(engine) for name, engine in engines.items()},
             }
             say(f"{policy}: {found}")
@@ -215,6 +219,17 @@ class _Client:
                     pieces += filter(None, content)
                     times.append(time.perf_counter())
             return answer.headers.get(_DECISION, ""), "".join(pieces), times
+
+
+def _row(turn: Taken) -> dict[str, Any]:
+    """A turn as it is kept: of its gaps only how many there were and the longest."""
+    row = asdict(turn)
+    gaps = row.pop("gaps")
+    return {**row, "pieces": len(gaps) + 1, "longest_gap": max(gaps, default=0.0)}
+
+
+def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items() if value != before.get(name)}
 
 
 def _decisions(turns: list[Taken], warm_up: float) -> dict[str, int]:
