@@ -10,6 +10,7 @@ from test_explain_text import INPUTS, NOW, scaling, spec
 from disagg_operator.api.status import DisaggInferenceStatus, ScalingInputsStatus
 from disagg_operator.explain import MEANINGS, account, text
 from disagg_operator.metrics import Metrics
+from disagg_operator.scaling.policy import Outcome
 from disagg_operator.wanted import read
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "autoscaling.md").read_text()
@@ -18,6 +19,11 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs" / "autoscaling.md").read_te
 def test_every_word_that_limits_is_explained_as_the_command_explains_it() -> None:
     explained = dict(re.findall(r"^\| `([A-Z]\w+)` \| (.*) \|$", TEXT, re.MULTILINE))
     assert explained.items() >= {str(word): meaning for word, meaning in MEANINGS.items()}.items()
+
+
+def test_every_outcome_is_named() -> None:
+    (listed,) = re.findall(r"^`reason` is ((?:.|\n)*?)\n\n", TEXT, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", listed)) - {"ScalingActive"} == {str(outcome) for outcome in Outcome}
 
 
 def test_every_metric_is_in_the_table_and_no_others() -> None:
