@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.local_prefill.compare import Result, compare
-from bench.local_prefill.mixes import MIXES
+from bench.local_prefill.mixes import LITTLE_MEMORY, MIXES
 from bench.local_prefill.picture import draw
 
 _ROOT = Path(__file__).parents[2]
@@ -28,16 +28,18 @@ def main(
     picture: Annotated[Path, typer.Option(help="Where to draw.")] = PICTURE,
 ) -> None:
     """Compare where prompts are computed, in simulated time."""
-    results = compare(seed)
+    mixes = MIXES + LITTLE_MEMORY
+    results = compare(seed, mixes)
     Console(width=130).print(_table(results))
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "seed": seed,
-        "mixes": [asdict(mix) for mix in MIXES],
+        "mixes": [asdict(mix) for mix in mixes],
         "results": [asdict(result) for result in results],
     }
     REPORT.write_text(json.dumps(report, indent=1) + "\n")
-    draw(results, picture)
+    drawn = {mix.name for mix in MIXES}
+    draw([result for result in results if result.mix in drawn], picture)
     Console().print(f"written: {REPORT}, {picture}", soft_wrap=True)
 
 
@@ -52,6 +54,7 @@ def _table(results: list[Result]) -> Table:
         "gap mean",
         "p99",
         "max (ms)",
+        "pauses",
         "on decode",
         "guard",
     )
@@ -65,6 +68,7 @@ def _table(results: list[Result]) -> Table:
             str(result.turns),
             *(f"{value:.0f}" for value in (result.ttft_mean, result.ttft_p50, result.ttft_p95)),
             *(f"{value:.1f}" for value in (result.gap_mean, result.gap_p99, result.gap_max)),
+            f"{result.pauses:.2f}",
             f"{result.on_decode:.0%}",
             "kept" if result.keeps_guard else "broken",
         )

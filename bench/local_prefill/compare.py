@@ -23,6 +23,7 @@ POLICIES: dict[str, LocalPrefill | None] = {
     "Threshold 2048": LocalPrefill(2048),
     "Auto": LocalPrefill(MAX_TOKENS, "Auto"),
 }
+LONG_SECONDS = 0.3
 ESTIMATE_ERROR = 1.8
 """The guard holds by what the router expects, which goes by its estimate of tokens: that is off by so much at times."""
 
@@ -40,6 +41,8 @@ class Result:
     gap_mean: float
     gap_p99: float
     gap_max: float
+    pauses: float
+    """Of a thousand tokens, those that came more than LONG_SECONDS after the one before."""
     on_decode: float
     """Share of the turns."""
     keeps_guard: bool
@@ -68,6 +71,7 @@ def compare(seed: int, mixes: tuple[Mix, ...] = MIXES) -> list[Result]:
                 gap_mean=_ms(mean),
                 gap_p99=_ms(_quantile(gaps, 0.99)),
                 gap_max=_ms(most),
+                pauses=round(1e3 * sum(n for gap, n in gaps.items() if gap > LONG_SECONDS) / gaps.total(), 2),
                 on_decode=round(on_decode / len(ttft), 3),
                 keeps_guard=mean <= undisturbed[0] / (1 - SHARE)
                 and most <= undisturbed[1] + PAUSE_SECONDS * ESTIMATE_ERROR,

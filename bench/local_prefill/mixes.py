@@ -63,6 +63,8 @@ class Mix:
     """Mean seconds between two turns, exponential: a tool runs or somebody reads."""
     speed: Speed = LARGE
     seconds: float = 360.0
+    memory: int | None = None
+    """Tokens whose KV an engine holds; as many as there are if it is not given."""
 
     def session(self, seed: int, number: int) -> Iterator[Turn]:
         """The turns of one client, conversation after conversation, without end."""
@@ -92,3 +94,20 @@ MIXES = (
     Mix("mixed, fast engines", 48, (6, 12), (2000, 8000), _MIXED, (50, 300), 2.0, FAST, 240),
     Mix("mixed, slow engines", 4, (6, 12), (1000, 3000), _MEDIUM, (50, 300), 3.0, SLOW, 1800),
 )
+LITTLE_MEMORY = (
+    Mix(
+        "mixed, little memory", 16, (6, 12), (2000, 8000), _MIXED, (50, 300), 2.0, seconds=720, memory=170_000
+    ),
+    Mix(
+        "people, little memory",
+        40,
+        (6, 12),
+        (2000, 8000),
+        _MIXED,
+        (50, 300),
+        20.0,
+        seconds=1200,
+        memory=400_000,
+    ),
+)
+"""Engines that cannot hold all conversations that are going on."""

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 
 from bench.local_prefill.mixes import Mix, Speed, Turn
 from disagg_router.backlog import Backlog
@@ -126,6 +127,43 @@ class Engine:
         return self._speed.budget - room, done
 
 
+class Memory:
+    """What conversations an engine holds KV of. Those that rest go, the longest first, when there is no room."""
+
+    def __init__(self, tokens: int | None) -> None:
+        self._room = inf if tokens is None else tokens
+        self._resting: dict[object, int] = {}
+
+    def take(self, conversation: object) -> int:
+        """Tokens of a conversation that are still there, whose next turn begins: it rests no longer."""
+        found = self._resting.pop(conversation, 0)
+        self._room += found
+        return found
+
+    def use(self, tokens: int) -> None:
+        """A turn that is under way needs them."""
+        self._room -= tokens
+        while self._room < 0 and self._resting:
+            oldest = next(iter(self._resting))
+            self._room += self._resting.pop(oldest)
+
+    def rest(self, conversation: object, tokens: int) -> None:
+        """The turn is over, and what it used may go when others need it."""
+        self._resting[conversation] = tokens
+
+
+@dataclass(eq=False)
+class Client:
+    """One of a mix. `conversation` is another object for each; `context` its tokens so far."""
+
+    turns: Iterator[Turn]
+    home: int
+    conversation: object = None
+    context: int = 0
+    estimate: int = 0
+    """What the router takes the context for."""
+
+
 @dataclass
 class Outcome:
     """`ttft` by turn, `gaps` by how often they were. Decisions by (placement, reason). All after the warm-up."""
@@ -147,36 +185,54 @@ class Simulation:
         self._prefill = Engine(clock, speed)
         self._decodes = [Engine(clock, speed) for _ in range(2 if colocated else 1)]
         self._running = [0 for _ in self._decodes]
+        self._kept = [Memory(mix.memory) for _ in self._decodes]
+        self._kept_by_prefill = Memory(mix.memory)
         self._backlog = Backlog(clock)
         self._placer = Placer(settings, self._backlog, clock)
         self._ttft: list[float] = []
         self._decisions: Counter[tuple[str, str]] = Counter()
         for number in range(mix.sessions):
-            self._next(mix.session(seed, number), number % len(self._decodes))
+            self._next(Client(mix.session(seed, number), number % len(self._decodes)))
 
     def run(self) -> Outcome:
         self._clock.run(self._seconds)
         gaps = sum((engine.gaps for engine in self._decodes), Counter())
         return Outcome(self._ttft, gaps, self._decisions)
 
-    def _next(self, turns: Iterator[Turn], home: int) -> None:
-        turn = next(turns)
-        self._clock.after(turn.pause, lambda: self._dispatch(turn, turns, home))
+    def _next(self, client: Client) -> None:
+        turn = next(client.turns)
+        if turn.first:
+            client.conversation, client.context, client.estimate = object(), 0, 0
+        self._clock.after(turn.pause, lambda: self._dispatch(turn, client))
 
-    def _dispatch(self, turn: Turn, turns: Iterator[Turn], home: int) -> None:
-        """One turn of a conversation whose decode engine is `home`."""
-        clock, speed, placer, decode = self._clock, self._speed, self._placer, self._decodes[home]
-        sent, pod = clock.now, f"decode-{home}"
-        decision = placer.place(Lacking(turn.estimate, turn.estimate), pod, "prefill", self._running[home])
-        self._running[home] += 1
-        work = self._backlog.add("prefill" if decision.placement == "prefill" else pod, turn.estimate)
+    def _dispatch(self, turn: Turn, client: Client) -> None:
+        """One turn of a conversation whose decode engine is the client's home."""
+        clock, speed, placer, decode = self._clock, self._speed, self._placer, self._decodes[client.home]
+        sent, pod, kept = clock.now, f"decode-{client.home}", self._kept[client.home]
+        rested = None if turn.first else turn.pause
+        lacks = Lacking(turn.estimate, turn.estimate, client.estimate + turn.estimate, rested)
+        decision = placer.place(lacks, pod, "prefill", self._running[client.home])
+        self._running[client.home] += 1
+        on_decode = decision.placement == "decode"
+        work = self._backlog.add(pod if on_decode else "prefill", turn.estimate)
         began_at, leg = 0.0, None
+        prompt = client.context + turn.new
+        held = kept.take(client.conversation)
+        lacking = prompt - held
+        kept.use(prompt + turn.answer)
+        client.context, client.estimate = (
+            prompt + turn.answer,
+            client.estimate + turn.estimate + turn.answer * 4 // 3,
+        )
 
         def computed() -> None:
             nonlocal leg
             leg = clock.now - sent
             self._backlog.done(work)
-            moved = speed.hand_over + speed.transfer_per_token * turn.new
+            # Decode writes its answer back, so prefill has it for the next turn.
+            self._kept_by_prefill.use(turn.answer)
+            self._kept_by_prefill.rest(client.conversation, client.context)
+            moved = speed.hand_over + speed.transfer_per_token * lacking
             clock.after(moved, lambda: decode.generate(answer))
 
         def began() -> None:
@@ -189,16 +245,20 @@ class Simulation:
                 self._decisions[decision.placement, decision.reason] += 1
 
         def ended() -> None:
-            self._running[home] -= 1
+            self._running[client.home] -= 1
+            kept.rest(client.conversation, client.context)
             placer.learn_gap(turn.answer - 1, clock.now - began_at)
-            self._next(turns, home)
+            self._next(client)
 
         def computed_on_decode() -> None:
             began()
             decode.go_on(answer)
 
         answer = Answer(turn.answer, began, ended)
-        if decision.placement == "decode":
-            clock.after(speed.front, lambda: decode.compute(Prompt(turn.new, computed_on_decode)))
+        if on_decode:
+            clock.after(speed.front, lambda: decode.compute(Prompt(lacking, computed_on_decode)))
         else:
-            clock.after(speed.front, lambda: self._prefill.compute(Prompt(turn.new, computed)))
+            # What decode has it asks for, which takes no time to speak of.
+            new_to_prefill = prompt - max(self._kept_by_prefill.take(client.conversation), held)
+            self._kept_by_prefill.use(prompt)
+            clock.after(speed.front, lambda: self._prefill.compute(Prompt(new_to_prefill, computed)))

@@ -10,7 +10,7 @@ import pytest
 
 from disagg_router.config import Auth
 from disagg_router.session import Memory, Placement
-from router.tests.conftest import MakeStack, Stack
+from router.tests.conftest import MakeStack, Stack, until
 from router.tests.fake_upstream import World
 
 KEY = "a-very-secret-key"
@@ -33,6 +33,7 @@ async def turn(stack: Stack, session: str, text: str = "hello") -> None:
     headers = {**HEADERS, "X-Session-Id": session}
     status, _ = await stack.post(stack.chat(text), headers=headers)
     assert status == 200
+    await until(stack.idle, "the turn is over")
 
 
 async def test_conversations_are_listed_with_their_pods(make_stack: MakeStack, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from math import prod
 import pytest
 
 from bench.local_prefill.compare import COLOCATED, POLICIES, Result, compare
-from bench.local_prefill.mixes import MIXES, Mix
+from bench.local_prefill.mixes import LITTLE_MEMORY, MIXES, Mix
 from disagg_router.cost import Reason
 
 MARGIN = 1.1
@@ -64,6 +64,14 @@ def test_auto_is_past_learning_and_goes_by_cost(results: list[Result]) -> None:
                 if decision.split()[1] in (Reason.CHEAPER, Reason.GUARD)
             )
             assert by_cost >= 0.9 * result.turns, result.mix
+
+
+def test_what_decode_drops_is_noticed() -> None:
+    """With engines that cannot hold all conversations, which is where a threshold goes by what is no longer true."""
+    found = {result.policy: result for result in compare(1, LITTLE_MEMORY[1:])}
+    assert found["Auto"].pauses <= found["Threshold 512"].pauses / 3
+    assert found["Auto"].ttft_mean <= found["Threshold 512"].ttft_mean * MARGIN
+    assert found["Auto"].ttft_mean <= found["always prefill"].ttft_mean
 
 
 def test_a_seed_gives_the_same_every_time() -> None:

@@ -14,6 +14,7 @@ from disagg_router.learned import ENOUGH, PAUSE_SECONDS, SHARE
 from disagg_router.legs import parse
 from disagg_router.pick import Choice
 from disagg_router.placer import LEAST_PIECES, Lacking, Placer, lacking
+from disagg_router.retention import FADES_SECONDS
 from disagg_router.session import Placement
 from router.tests.conftest import backend
 
@@ -34,8 +35,10 @@ ALL, NEW = 2000, 20
 
 def lacks(last: Placement | None, holder: Backend | None = None, asks: bool = False) -> tuple[bool, bool]:
     """Whether decode, and whether prefill, lacks all of it and not the new message only."""
-    found = lacking(BODY, last, Choice(D, P, holder, "session", "session"), asks)
+    found = lacking(BODY, last, 5.0, Choice(D, P, holder, "session", "session"), asks)
     assert found is not None
+    assert found.whole > ALL
+    assert found.rested == (5.0 if found.decode < NEW else None)
     for tokens in (found.decode, found.prefill):
         assert tokens < NEW or tokens > ALL
     return found.decode > ALL, found.prefill > ALL
@@ -59,7 +62,7 @@ def test_prefill_does_not_lack_what_it_can_ask_for() -> None:
 def test_what_has_images_cannot_be_told() -> None:
     image = {"type": "image_url", "image_url": {"url": "https://a/b.png"}}
     body = parse(json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode())
-    assert lacking(body, None, Choice(D, P, None, "home", "home"), False) is None
+    assert lacking(body, None, None, Choice(D, P, None, "home", "home"), False) is None
 
 
 class Clock:
@@ -74,7 +77,12 @@ def placer(clock: Clock, settings: LocalPrefill | None = LocalPrefill(512, "Auto
 
 
 def place(placer: Placer, tokens: int, running: int = 1) -> Decision:
-    return placer.place(Lacking(tokens, tokens), D.name, P.name, running)
+    return placer.place(Lacking(tokens, tokens, tokens), D.name, P.name, running)
+
+
+def place_next(placer: Placer, rested: float, pod: str = D.name) -> Decision:
+    """A small turn of a long conversation whose last one was on decode."""
+    return placer.place(Lacking(100, 100, 20_000, rested), pod, P.name, running=1)
 
 
 def measured(clock: Clock) -> Placer:
@@ -128,6 +136,81 @@ def test_nonsense_is_counted_and_changes_nothing(seconds: float) -> None:
     assert auto.costs() == before
     assert auto.gap == 0
     assert set(auto.ignored) == {"prefill", "hand_over", "decode", "gap"}
+
+
+def used(clock: Clock) -> Placer:
+    """Measured, also on decode, which takes 0.1 s for small turns."""
+    found = measured(clock)
+    for _ in range(ENOUGH):
+        clock.now += 10
+        decision = place_next(found, rested=1.0)
+        assert decision.placement == "decode"
+        found.learn(decision, first_piece=0.1, prefill_leg=None)
+    return found
+
+
+LATE = 2.0
+"""Seconds; a prompt of 20,000 tokens takes about as long."""
+
+
+def test_a_conversation_that_decode_had_dropped_tells_of_those_that_rest_as_long() -> None:
+    clock = Clock()
+    auto = used(clock)
+    clock.now += 10
+    auto.learn(place_next(auto, rested=8.0), first_piece=LATE, prefill_leg=None)
+    assert auto.gone == 1
+    dropped = place_next(auto, rested=9.0)
+    assert (dropped.placement, dropped.new_tokens) == ("prefill", 20_000)
+    kept = place_next(auto, rested=2.0)
+    assert (kept.placement, kept.new_tokens) == ("decode", 100)
+    assert place_next(auto, rested=9.0, pod="decode-9").placement == "decode"
+
+
+def test_it_is_tried_again_when_some_time_has_passed() -> None:
+    clock = Clock()
+    auto = used(clock)
+    clock.now += 10
+    auto.learn(place_next(auto, rested=8.0), first_piece=LATE, prefill_leg=None)
+    clock.now += 2 * FADES_SECONDS
+    assert place_next(auto, rested=9.0).placement == "decode"
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.1, 0.5])
+def test_a_first_token_that_is_a_little_late_tells_nothing(seconds: float) -> None:
+    clock = Clock()
+    auto = used(clock)
+    clock.now += 10
+    auto.learn(place_next(auto, rested=8.0), first_piece=seconds, prefill_leg=None)
+    assert auto.gone == 0
+
+
+def test_a_late_first_token_of_a_short_conversation_tells_nothing() -> None:
+    clock = Clock()
+    auto = used(clock)
+    clock.now += 10
+    decision = auto.place(Lacking(100, 100, 200, 8.0), D.name, P.name, running=1)
+    auto.learn(decision, first_piece=LATE, prefill_leg=None)
+    assert auto.gone == 0
+
+
+def test_an_engine_that_has_become_slow_is_not_taken_for_a_forgetful_one_for_ever() -> None:
+    clock = Clock()
+    auto = used(clock)
+    for _ in range(400):
+        clock.now += 120
+        decision = place_next(auto, rested=1.0)
+        if decision.placement == "decode":
+            auto.learn(decision, first_piece=LATE, prefill_leg=None)
+        else:
+            auto.learn(decision, first_piece=LATE, prefill_leg=LATE - 0.1)
+    found = auto.gone
+    for _ in range(50):
+        clock.now += 120
+        decision = place_next(auto, rested=1.0)
+        auto.learn(
+            decision, first_piece=LATE, prefill_leg=None if decision.placement == "decode" else LATE - 0.1
+        )
+    assert auto.gone == found
 
 
 def test_a_short_stream_says_nothing_of_gaps() -> None:

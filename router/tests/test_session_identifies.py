@@ -160,3 +160,21 @@ def test_memory_forgets_the_conversation_that_was_silent_longest() -> None:
     memory.remember(b"d", placement(4))
     assert memory.recall(b"b") is None
     assert [memory.recall(key) is not None for key in (b"a", b"c", b"d")] == [True] * 3
+
+
+def test_a_conversation_rests_from_the_end_of_its_turn() -> None:
+    clock = Clock()
+    memory = Memory(clock)
+    assert memory.rested(b"a") is None
+    memory.remember(b"a", placement(1))
+    clock.now = 30
+    memory.ended(b"a")
+    clock.now = 35
+    assert memory.rested(b"a") == 5
+    assert memory.recall(b"a") == placement(1)
+
+
+def test_a_turn_of_an_unknown_conversation_may_end() -> None:
+    memory = Memory(Clock())
+    memory.ended(b"a")
+    assert memory.recall(b"a") is None

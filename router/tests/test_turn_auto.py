@@ -49,9 +49,21 @@ def timed(stack: Stack, times: Times) -> None:
 
 
 async def ask(stack: Stack, text: str, stream: bool = True) -> dict[str, str]:
-    """One turn; the fields of its decision."""
+    """A conversation's only turn; the fields of its decision."""
+    return await decided(stack, stack.chat(text, stream=stream))
+
+
+async def ask_next(stack: Stack, first: str, *later: str) -> dict[str, str]:
+    """The next turn of a conversation."""
+    body = stack.chat(first, stream=True)
+    for text in later:
+        body["messages"] += [{"role": "assistant", "content": "well"}, {"role": "user", "content": text}]
+    return await decided(stack, body)
+
+
+async def decided(stack: Stack, body: dict[str, Any]) -> dict[str, str]:
     async with stack.client.post(
-        stack.url + "/v1/chat/completions", json=stack.chat(text, stream=stream), headers={HEADER: "1"}
+        stack.url + "/v1/chat/completions", json=body, headers={HEADER: "1"}
     ) as response:
         assert response.status == 200
         await response.read()
@@ -93,6 +105,28 @@ async def test_then_the_way_that_is_sooner_is_taken(make_stack: MakeStack) -> No
     assert told["reason"] == "cheaper", "decode has become slow, and that was learned"
     count = stack.metric("disagg_router_prefill_decisions_total", placement="prefill", reason="cheaper")
     assert count == 1
+
+
+async def test_a_conversation_that_decode_has_dropped_is_not_small_there_for_a_while(
+    make_stack: MakeStack,
+) -> None:
+    times = Times()
+    stack = await learned(make_stack, times)
+    for n in range(ENOUGH):
+        stack.ahead += 10
+        assert (await ask(stack, f"hi {n}"))["placement"] == "decode"
+    for name in ("one", "two"):
+        assert (await ask_next(stack, name + LONG))["placement"] == "prefill"
+    stack.ahead += 20
+    times.decode = 1.6  # as long as for all of it
+    told = await ask_next(stack, "one" + LONG, "go on")
+    assert (told["placement"], int(told["new_tokens"]) < 100) == ("decode", True)
+    assert stack.metric("disagg_router_dropped_conversations_total") == 1
+    times.decode = 0.05
+    told = await ask_next(stack, "two" + LONG, "go on")
+    assert (told["placement"], int(told["new_tokens"]) > 10_000) == ("prefill", True)
+    told = await ask_next(stack, "one" + LONG, "go on", "and on")
+    assert (told["placement"], int(told["new_tokens"]) < 100) == ("decode", True), "it was there just now"
 
 
 async def test_what_is_learned_can_be_scraped(make_stack: MakeStack) -> None:

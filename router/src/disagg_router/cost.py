@@ -80,6 +80,17 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True)
+class Belief:
+    """That a decode engine still has a conversation, so that a turn is short there."""
+
+    pod: str
+    rested: float
+    """Seconds since the conversation's last turn."""
+    tokens: int
+    """What the engine has to compute beside, if it is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """Where a turn's prompt is computed and why. What was not reckoned is None; times are in seconds."""
 
@@ -89,6 +100,7 @@ class Decision:
     decode_seconds: float | None = None
     prefill_seconds: float | None = None
     situation: Situation | None = None
+    belief: Belief | None = None
 
     def __str__(self) -> str:
         """As in the header `X-Disagg-Decision`."""

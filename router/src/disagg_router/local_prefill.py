@@ -38,7 +38,7 @@ def new_tokens(body: Body, decode_has_it: bool) -> int | None:
     if decode_has_it and "messages" in body.fields:
         size = _after_last_answer(body.fields["messages"])
     else:
-        size = sum(len(bytes(raw)) for raw in body.fields.values())
+        size = sum(len(memoryview(raw)) for raw in body.fields.values())
     return ceil(size / _BYTES_PER_TOKEN)
 
 

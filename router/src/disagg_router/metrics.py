@@ -231,6 +231,11 @@ class _Learned(Collector):
             used.add_metric([step], placer.counts[step])
         for step, count in sorted(placer.ignored.items()):
             ignored.add_metric([step], count)
+        yield CounterMetricFamily(
+            "disagg_router_dropped_conversations",
+            "Turns that went to decode for a conversation which it had dropped, by when their answers began.",
+            value=placer.gone,
+        )
         yield fixed
         yield per_token
         yield used

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from disagg_router.backlog import Backlog
 from disagg_router.config import LocalPrefill
 from disagg_router.cost import (
+    Belief,
     Costs,
     Decision,
     Reason,
@@ -21,10 +22,11 @@ from disagg_router.cost import (
     seconds_of_decode,
     threshold,
 )
-from disagg_router.learned import Guard, Learned
+from disagg_router.learned import ENOUGH, Guard, Learned
 from disagg_router.legs import Body
 from disagg_router.local_prefill import new_tokens
 from disagg_router.pick import Choice
+from disagg_router.retention import Retention
 from disagg_router.session import Placement
 
 LEAST_PIECES = 8
@@ -37,22 +39,34 @@ class Lacking:
 
     decode: int
     prefill: int
+    whole: int
+    """All of the prompt, which decode lacks if it has dropped the conversation."""
+    rested: float | None = None
+    """Seconds since the end of the conversation's last turn, if that was on this decode engine."""
 
 
-def lacking(body: Body, last: Placement | None, choice: Choice, asks_holder: bool) -> Lacking | None:
+def lacking(
+    body: Body, last: Placement | None, rested: float | None, choice: Choice, asks_holder: bool
+) -> Lacking | None:
     """What of a prompt is new to the chosen engines, None if that cannot be told.
 
-    `last`: the conversation's last turn, as far as this replica knows. `asks_holder`: prefill gets what it lacks of a conversation
-    from decode.
+    `last`: the conversation's last turn, as far as this replica knows, and `rested` the seconds since its end. `asks_holder`:
+    prefill gets what it lacks of a conversation from decode.
     """
     decode_has_it = last is not None and last.decode == choice.decode.name
     of_decode = new_tokens(body, decode_has_it)
     if of_decode is None or choice.prefill is None:
         return None
+    whole = new_tokens(body, False) if decode_has_it else of_decode
     prefill_had_it = last is not None and last.prefill == choice.prefill.name
     prefill_has_it = prefill_had_it or (asks_holder and choice.holder is not None)
     of_prefill = of_decode if prefill_has_it is decode_has_it else new_tokens(body, prefill_has_it)
-    return Lacking(of_decode, of_decode if of_prefill is None else of_prefill)
+    return Lacking(
+        decode=of_decode,
+        prefill=of_decode if of_prefill is None else of_prefill,
+        whole=of_decode if whole is None else whole,
+        rested=rested if decode_has_it else None,
+    )
 
 
 class Placer:
@@ -63,9 +77,12 @@ class Placer:
         self._backlog = backlog
         self._learned = Learned()
         self._guard = Guard(clock)
+        self._retention = Retention(clock)
         self._since_decode = self._since_prefill = 0
         self.ignored: Counter[str] = Counter()
         """Measurements that were none, by what they were of."""
+        self.gone = 0
+        """Turns for which decode had dropped a conversation that it was believed to have."""
 
     @property
     def learns(self) -> bool:
@@ -101,8 +118,11 @@ class Placer:
         if not self.learns:
             return threshold(lacking.decode, self._settings.max_tokens)
         costs = self._learned.costs()
+        belief = self._belief(lacking, decode)
+        gone = belief is None and lacking.rested is not None
+        decode_tokens = lacking.whole if gone else lacking.decode
         situation = Situation(
-            decode_tokens=lacking.decode,
+            decode_tokens=decode_tokens,
             prefill_tokens=lacking.prefill,
             decode_backlog=self._backlog.ahead(decode, costs.decode.per_token),
             prefill_backlog=self._backlog.ahead(prefill, costs.prefill.per_token),
@@ -110,11 +130,11 @@ class Placer:
             since_decode=self._since_decode,
             since_prefill=self._since_prefill,
         )
-        decision = cheaper(situation, costs, self._settings.max_tokens)
+        decision = replace(cheaper(situation, costs, self._settings.max_tokens), belief=belief)
         if decision.placement == "decode":
             self._since_decode, self._since_prefill = 0, self._since_prefill + 1
             if running:
-                self._guard.spend(decode, seconds_of_decode(lacking.decode, costs))
+                self._guard.spend(decode, seconds_of_decode(decode_tokens, costs))
         else:
             self._since_decode, self._since_prefill = self._since_decode + 1, 0
         return decision
@@ -130,8 +150,8 @@ class Placer:
         learned = self._learned
         if decision.placement == "decode":
             if first_piece is not None:
-                taken = learned.learn_decode(at.decode_backlog + at.decode_tokens, first_piece)
-                self._note("decode", taken)
+                tokens = at.decode_backlog + at.decode_tokens + self._found_gone(decision, first_piece)
+                self._note("decode", learned.learn_decode(tokens, first_piece))
             return
         if prefill_leg is None:
             return
@@ -139,6 +159,28 @@ class Placer:
         if first_piece is not None:
             taken = learned.hand_over.learn(at.decode_tokens, first_piece - prefill_leg)
             self._note("hand_over", taken)
+
+    def _belief(self, lacking: Lacking, decode: str) -> Belief | None:
+        if lacking.rested is None or not self._retention.keeps(decode, lacking.rested):
+            return None
+        return Belief(decode, lacking.rested, lacking.whole - lacking.decode)
+
+    def _found_gone(self, decision: Decision, first_piece: float) -> int:
+        """Tokens of a conversation that decode was believed to have and had dropped, by when its answer began; 0 if it had it."""
+        belief, expected = decision.belief, decision.decode_seconds
+        if belief is None or expected is None or self._learned.decode.count < ENOUGH:
+            return 0
+        late = seconds_of_decode(belief.tokens, self._learned.costs())
+        # A difference that is smaller than what is expected is noise; above that, what is nearer to the one than to the other is that.
+        if late < expected:
+            return 0
+        if first_piece <= expected + late / 2:
+            self._retention.was_there(belief.pod)
+            return 0
+        if not self._retention.was_gone(belief.pod, belief.rested):
+            return 0
+        self.gone += 1
+        return belief.tokens
 
     def learn_gap(self, pieces: int, seconds: float) -> None:
         """So many pieces of a stream came in so many seconds, after its first."""

@@ -129,6 +129,18 @@ class Memory:
             return None
         return entry[1]
 
+    def rested(self, key: bytes) -> float | None:
+        """Seconds since a conversation was last remembered or ended a turn."""
+        entry = self._entries.get(key)
+        return None if entry is None else self._clock() - entry[0]
+
+    def ended(self, key: bytes) -> None:
+        """The conversation's turn is over: from now on it rests."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._entries[key] = (self._clock(), entry[1])
+            self._entries.move_to_end(key)
+
     def newest(self, limit: int) -> list[tuple[bytes, float, Placement]]:
         """At most `limit` conversations with their age in seconds, the latest turn first."""
         now = self._clock()

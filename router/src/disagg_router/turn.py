@@ -53,6 +53,7 @@ class _Turn:
     # Why decode has to compute the prompt itself, if it has to.
     local_reason: str | None
     last: Placement | None = None
+    rested: float | None = None  # seconds since that turn
     attempts: int = 0
     decode_failures: int = 0
     avoid: set[str] = field(default_factory=set)
@@ -135,6 +136,7 @@ class Turns:
                 turn.trace.event("admitted")
                 # Asked for only now: the conversation's turn before may have ended in the meantime.
                 turn.last = self._memory.recall(turn.session.key)
+                turn.rested = self._memory.rested(turn.session.key)
                 await self._run(turn, exchange)
         except OverloadedError as exc:
             turn.refusal = exc.refusal
@@ -146,6 +148,8 @@ class Turns:
             turn.code = 500
             raise
         finally:
+            if turn.answer is not None:
+                self._memory.ended(turn.session.key)
             self._record(turn)
 
     def _refuse(self, endpoint: legs.Endpoint, exchange: Exchange, response: Response) -> None:
@@ -250,7 +254,7 @@ class Turns:
             return Decision("prefill", Reason.DISABLED)
         assert choice.prefill is not None  # else it has to be decode
         running = self._engines.loads.inflight.get(choice.decode.name, 0)
-        tokens = lacking(turn.body, turn.last, choice, mode.asks_holder)
+        tokens = lacking(turn.body, turn.last, turn.rested, choice, mode.asks_holder)
         return self._placer.place(tokens, choice.decode.name, choice.prefill.name, running)
 
     def _learn(self, turn: _Turn, attempt: Attempt) -> None:
