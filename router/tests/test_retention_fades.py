@@ -63,3 +63,15 @@ def test_an_engine_that_never_has_what_it_should_have_is_rather_slow() -> None:
     ] * MOST_IN_A_ROW + [False] * 2
     retention.was_there("decode-0")
     assert retention.was_gone("decode-0", 8.0)
+
+
+@pytest.mark.parametrize("rested", [0.0, 1e-6, 0.1])
+def test_what_had_hardly_rested_does_not_tell_of_all_others_for_long(rested: float) -> None:
+    """As when two turns of one conversation overlap, or many conversations share one name."""
+    clock = Clock()
+    retention = Retention(clock)
+    retention.was_gone("decode-0", rested)
+    assert retention.keeps("decode-0", 0.4)
+    assert not retention.keeps("decode-0", 1.0)
+    clock.now = 5 * FADES_SECONDS
+    assert retention.keeps("decode-0", 15.0)

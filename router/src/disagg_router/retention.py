@@ -14,6 +14,9 @@ FADES_SECONDS = 30.0
 """In so long the time that conversations are taken to be kept doubles."""
 MOST_IN_A_ROW = 3
 """Findings without a conversation that was there. After them the engine is rather slow than forgetful."""
+LEAST_SECONDS = 1.0
+"""A conversation that was gone counts as one that had rested for so long at least: half of nothing would be everything, and double
+nothing is nothing. Of turns that overlap, the later one has not rested at all."""
 _FORGOTTEN_SECONDS = 3600.0
 
 
@@ -54,7 +57,7 @@ class Retention:
         if in_a_row > MOST_IN_A_ROW:
             return False
         recent = {name: f for name, f in self._findings.items() if now - f.when < _FORGOTTEN_SECONDS}
-        self._findings = {**recent, pod: _Finding(rested, now, in_a_row)}
+        self._findings = {**recent, pod: _Finding(max(rested, LEAST_SECONDS), now, in_a_row)}
         return True
 
     def __len__(self) -> int:
