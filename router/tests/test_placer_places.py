@@ -193,6 +193,39 @@ def test_a_late_first_token_of_a_short_conversation_tells_nothing() -> None:
     assert auto.gone == 0
 
 
+def test_what_waits_behind_a_conversation_that_was_gone_is_not_gone_itself() -> None:
+    clock = Clock()
+    auto = used(clock)
+    clock.now += 10
+    first, behind = place_next(auto, rested=60.0), place_next(auto, rested=2.0)
+    assert first.placement == behind.placement == "decode"
+    before = auto.costs(), auto.counts
+    clock.now += LATE
+    auto.learn(first, first_piece=LATE, prefill_leg=None)
+    first_counted = auto.costs(), auto.counts
+    assert first_counted != before
+    auto.learn(behind, first_piece=LATE, prefill_leg=None)
+    assert auto.gone == 1
+    assert (auto.costs(), auto.counts) == first_counted, "nor is it what so few tokens cost"
+    clock.now += 10
+    assert place_next(auto, rested=5.0).placement == "decode"
+    assert place_next(auto, rested=60.0).placement == "prefill"
+
+
+def test_many_that_were_gone_at_once_do_not_make_an_engine_slow() -> None:
+    """As after a restart of its container: what was sent before the first answer says no more than that one."""
+    clock = Clock()
+    auto = used(clock)
+    clock.now += 100
+    sent = [place_next(auto, rested=60.0) for _ in range(10)]
+    clock.now += LATE
+    for decision in sent:
+        auto.learn(decision, first_piece=LATE, prefill_leg=None)
+    clock.now += 2 * FADES_SECONDS
+    auto.learn(place_next(auto, rested=110.0), first_piece=LATE, prefill_leg=None)
+    assert auto.gone == 2
+
+
 def test_an_engine_that_has_become_slow_is_not_taken_for_a_forgetful_one_for_ever() -> None:
     clock = Clock()
     auto = used(clock)

@@ -86,6 +86,8 @@ class Belief:
     pod: str
     rested: float
     """Seconds since the conversation's last turn."""
+    when: float
+    """By the router's clock, when it was gone by."""
     tokens: int
     """What the engine has to compute beside, if it is wrong."""
 

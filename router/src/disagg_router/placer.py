@@ -75,6 +75,7 @@ class Placer:
     def __init__(self, settings: LocalPrefill | None, backlog: Backlog, clock: Callable[[], float]) -> None:
         self._settings = settings
         self._backlog = backlog
+        self._clock = clock
         self._learned = Learned()
         self._guard = Guard(clock)
         self._retention = Retention(clock)
@@ -149,8 +150,9 @@ class Placer:
             return
         learned = self._learned
         if decision.placement == "decode":
-            if first_piece is not None:
-                tokens = at.decode_backlog + at.decode_tokens + self._found_gone(decision, first_piece)
+            gone = None if first_piece is None else self._found_gone(decision, first_piece)
+            if first_piece is not None and gone is not None:
+                tokens = at.decode_backlog + at.decode_tokens + gone
                 self._note("decode", learned.learn_decode(tokens, first_piece))
             return
         if prefill_leg is None:
@@ -163,11 +165,16 @@ class Placer:
     def _belief(self, lacking: Lacking, decode: str) -> Belief | None:
         if lacking.rested is None or not self._retention.keeps(decode, lacking.rested):
             return None
-        return Belief(decode, lacking.rested, lacking.whole - lacking.decode)
+        return Belief(decode, lacking.rested, self._clock(), lacking.whole - lacking.decode)
 
-    def _found_gone(self, decision: Decision, first_piece: float) -> int:
-        """Tokens of a conversation that decode was believed to have and had dropped, by when its answer began; 0 if it had it."""
+    def _found_gone(self, decision: Decision, first_piece: float) -> int | None:
+        """Tokens of a conversation that decode was believed to have and had dropped, by when its answer began; 0 if it had it.
+
+        None if the turn was under way when another conversation was found to be gone: it may have waited behind that one's prompt.
+        """
         belief, expected = decision.belief, decision.decode_seconds
+        if belief is not None and self._retention.found_since(belief.pod, belief.when):
+            return None
         if belief is None or expected is None or self._learned.decode.count < ENOUGH:
             return 0
         late = seconds_of_decode(belief.tokens, self._learned.costs())

@@ -43,6 +43,11 @@ class Retention:
         # Half of it: the next attempt is when the belief has faded once, and not with the next turn.
         return rested * faded < finding.rested / 2
 
+    def found_since(self, pod: str, when: float) -> bool:
+        """Whether a conversation was found to be gone later than that: what was sent before may have waited behind its prompt."""
+        finding = self._findings.get(pod)
+        return finding is not None and finding.when > when
+
     def was_there(self, pod: str) -> None:
         """A conversation was there as believed."""
         finding = self._findings.get(pod)
