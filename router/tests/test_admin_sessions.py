@@ -11,6 +11,7 @@ import pytest
 from disagg_router.config import Auth
 from disagg_router.session import Memory, Placement
 from router.tests.conftest import MakeStack, Stack, until
+from router.tests.fake_engine import refuse
 from router.tests.fake_upstream import World
 
 KEY = "a-very-secret-key"
@@ -59,6 +60,20 @@ async def test_conversations_are_listed_with_their_pods(make_stack: MakeStack, t
     assert alice["session"] != bob["session"]
     for secret in (KEY, "alice", "nobody else"):
         assert secret not in str(told)
+
+
+async def test_a_turn_that_engines_refuse_does_not_make_a_conversation_younger(
+    make_stack: MakeStack, tmp_path: Path
+) -> None:
+    stack = await guarded(make_stack, tmp_path)
+    await turn(stack, "alice")
+    stack.ahead = 30.0
+    stack.decode.decode = stack.prefill.prefill = refuse(400, "too long")
+    headers = {**HEADERS, "X-Session-Id": "alice"}
+    assert (await stack.post(stack.chat("hello"), headers=headers))[0] == 400
+    await until(stack.idle, "the turn is over")
+    (alice,) = (await ask(stack))[1]["sessions"]
+    assert alice["age_seconds"] == 30.0
 
 
 @pytest.mark.parametrize("pod", ["decode-0", "prefill-0"])

@@ -148,7 +148,7 @@ class Turns:
             turn.code = 500
             raise
         finally:
-            if turn.answer is not None:
+            if turn.answer is not None and turn.answer.status < 400:
                 self._memory.ended(turn.session.key)
             self._record(turn)
 
