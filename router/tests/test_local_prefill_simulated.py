@@ -69,7 +69,7 @@ def test_auto_is_past_learning_and_goes_by_cost(results: list[Result]) -> None:
 def test_what_decode_drops_is_noticed() -> None:
     """With engines that cannot hold all conversations, which is where a threshold goes by what is no longer true."""
     found = {result.policy: result for result in compare(1, LITTLE_MEMORY[1:])}
-    assert found["Auto"].pauses <= found["Threshold 512"].pauses / 3
+    assert found["Auto"].pauses <= found["Threshold 512"].pauses / 2
     assert found["Auto"].ttft_mean <= found["Threshold 512"].ttft_mean * MARGIN
     assert found["Auto"].ttft_mean <= found["always prefill"].ttft_mean
 

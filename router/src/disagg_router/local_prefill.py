@@ -37,9 +37,13 @@ def new_tokens(body: Body, decode_has_it: bool) -> int | None:
         return None  # an image's address is short, a stored response's too: their tokens are many
     if decode_has_it and "messages" in body.fields:
         size = _after_last_answer(body.fields["messages"])
-    else:
-        size = sum(len(memoryview(raw)) for raw in body.fields.values())
-    return ceil(size / _BYTES_PER_TOKEN)
+        return ceil(size / _BYTES_PER_TOKEN)
+    return all_tokens(body)
+
+
+def all_tokens(body: Body) -> int:
+    """About how many tokens a prompt of text has."""
+    return ceil(sum(len(memoryview(raw)) for raw in body.fields.values()) / _BYTES_PER_TOKEN)
 
 
 def _after_last_answer(messages: msgspec.Raw) -> int:

@@ -24,7 +24,7 @@ from disagg_router.cost import (
 )
 from disagg_router.learned import ENOUGH, Guard, Learned
 from disagg_router.legs import Body
-from disagg_router.local_prefill import new_tokens
+from disagg_router.local_prefill import all_tokens, new_tokens
 from disagg_router.pick import Choice
 from disagg_router.retention import Retention
 from disagg_router.session import Placement
@@ -57,14 +57,13 @@ def lacking(
     of_decode = new_tokens(body, decode_has_it)
     if of_decode is None or choice.prefill is None:
         return None
-    whole = new_tokens(body, False) if decode_has_it else of_decode
     prefill_had_it = last is not None and last.prefill == choice.prefill.name
     prefill_has_it = prefill_had_it or (asks_holder and choice.holder is not None)
     of_prefill = of_decode if prefill_has_it is decode_has_it else new_tokens(body, prefill_has_it)
     return Lacking(
         decode=of_decode,
         prefill=of_decode if of_prefill is None else of_prefill,
-        whole=of_decode if whole is None else whole,
+        whole=all_tokens(body),
         rested=rested if decode_has_it else None,
     )
 
