@@ -230,10 +230,11 @@ def test_garbage_on_the_control_port_is_dropped(engines: Engines) -> None:
 def test_idle_engines_leave_the_cpu_alone(engines: Engines) -> None:
     post(engines["prefill"], body(Conversation(70).history, 1, prefill_params(None)), uuid.uuid4().hex)
     assert used_blocks(engines["prefill"]) > 0, "prefill waits for decode meanwhile"
+    # The least of several looks: other work on the machine can only add.
+    least = {name: min(cpu_share(engines[name], 2.0) for _ in range(4)) for name in engines}
     for name in ("prefill", "decode"):
-        # The least of several looks: other work on the machine can only add.
-        shares = [cpu_share(engines[name], 2.0) for _ in range(4)]
-        assert min(shares) < 0.05, f"{name}: {shares}"
+        # How much a core does in a tick differs between machines, so an engine without the connector is the measure.
+        assert least[name] < least["reference"] + 0.1, least
 
 
 def cpu_share(engine: Engine, seconds: float) -> float:
