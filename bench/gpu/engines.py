@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.gpu.chat import write_tokenizer
+from bench.gpu.chat import write_chat_tokenizer
 from bench.gpu.serve import GATE, WEIGHTS
 from bench.gpu.shapes import VOCABULARY, write_model
 from e2e.engines import HOST, Engine, EngineSpec, KVTransferConfig, Ports
@@ -139,7 +139,7 @@ class Place:
         scratch.mkdir(parents=True)
         model = write_model(size.model, self.folder / "models") if self.gpus else ensure_model("tiny-qwen3")
         if size.chats and self.gpus:
-            write_tokenizer(model)
+            write_chat_tokenizer(model)
         home = self.folder.parent / "home"
         home.mkdir(exist_ok=True)
         spec = HeldSpec(

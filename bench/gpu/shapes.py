@@ -6,11 +6,14 @@ Prompts go in as token ids and come out as token ids, so the tokenizer only has 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 VOCABULARY = 151_936
+FIRST_WORD = 2
+"""The token id of a tokenizer's first word; those before are special."""
 
 
 @dataclass(frozen=True)
@@ -63,28 +66,40 @@ def write_model(name: str, folder: Path) -> Path:
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(SHAPES[name].config(), indent=1))
-    vocabulary = {"<s>": 0, "</s>": 1} | {f"<{byte}>": byte + 2 for byte in range(256)}
+    words = [f"<{byte}>" for byte in range(256)]
+    write_tokenizer(target, words, {"type": "BPE", "merges": [], "fuse_unk": True})
+    return target
+
+
+def write_tokenizer(
+    folder: Path,
+    words: Sequence[str],
+    model: Mapping[str, Any],
+    split: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Write one whose tokens are `words`, from id FIRST_WORD on; `model` without its vocabulary, `settings` beside the usual."""
     special = [
         {"id": number, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         for text, number in (("<s>", 0), ("</s>", 1))
     ]  # fmt: skip
+    vocabulary = {"<s>": 0, "</s>": 1} | {word: FIRST_WORD + number for number, word in enumerate(words)}
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": special,
         "normalizer": None,
-        "pre_tokenizer": None,
+        "pre_tokenizer": split,
         "post_processor": None,
         "decoder": {"type": "Fuse"},
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": "<s>", "fuse_unk": True},
+        "model": {**model, "vocab": vocabulary, "unk_token": "<s>"},
     }
-    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = {
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    common = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",
         "unk_token": "<s>",
     }
-    (target / "tokenizer_config.json").write_text(json.dumps(settings))
-    return target
+    (folder / "tokenizer_config.json").write_text(json.dumps({**common, **(settings or {})}))

@@ -87,7 +87,7 @@ class Belief:
     rested: float
     """Seconds since the conversation's last turn."""
     when: float
-    """By the router's clock, when it was gone by."""
+    """When the decision was made, by the router's clock."""
     tokens: int
     """What the engine has to compute beside, if it is wrong."""
 
