@@ -9,7 +9,6 @@ RBAC, `helm install`. No controller runs, so nothing becomes of what is applied.
 
 import json
 import secrets
-import socket
 import ssl
 import subprocess
 import urllib.request
@@ -28,6 +27,7 @@ from e2e.cluster.errors import CommandError, DaemonDied
 from e2e.cluster.layout import REPOSITORY
 from e2e.cluster.progress import Progress
 from e2e.cluster.shell import wait_until
+from e2e.ports import free_port
 
 PROGRAMS = ("etcd", "kube-apiserver", "kubectl")
 _CRDS = REPOSITORY / "crds"
@@ -110,7 +110,7 @@ def api_server(folder: Path) -> Iterator[ApiServer]:
         ClusterError: a program cannot be built, ended by itself, or was not ready in time; logs are in `folder`.
     """
     paths = binaries.ensure(PROGRAMS, Progress())
-    client_port, peer_port, port = _free_ports(3)
+    client_port, peer_port, port = (free_port() for _ in range(3))
     etcd_url, peer_url = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
     token = _credentials(folder)
     etcd_command: list[str | Path] = [
@@ -185,15 +185,6 @@ def _kubeconfig(port: int, certificate: Path, token: str) -> dict[str, object]:
             }
         ],
     }
-
-
-def _free_ports(count: int) -> list[int]:
-    """Different ones, since all are held until the last is found."""
-    with ExitStack() as probes:
-        found = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in found:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in found]
 
 
 @contextmanager

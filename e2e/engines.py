@@ -11,12 +11,9 @@ an error), a log file, and its own process group, which is ended when the contex
 SIGKILL.
 """
 
-import fcntl
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -27,19 +24,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from e2e.engine_process import Process, fork, spawn
 from e2e.images.engine import ensure_bundle, vllm_cache
 from e2e.images.engine_bundle import EngineError
 from e2e.images.engine_cache import say
+from e2e.ports import HOST, ReservedPorts
 
-HOST = "127.0.0.1"
 BLOCK_SIZE = 32
 """Tokens a KV block: the least that vLLM's CPU attention takes (its default, 128, hides short prompts from caches)."""
-
-_PORT_RANGE = range(21000, 30000)
-"""Below the kernel's ephemeral range, from which UCX and gloo draw their listeners."""
 
 READY_SECONDS = 900.0
 """A boot is seconds of CPU, and several engines boot at once. One that ends is noticed at once."""
@@ -160,7 +154,7 @@ class Engine:
         self.folder = folder or Path(tempfile.mkdtemp(prefix=f"engine-{name}-"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log = self.folder / f"{name}.log"
-        self._reserved = _ReservedPorts(3)
+        self._reserved = ReservedPorts(3)
         self.ports = Ports(*self._reserved.numbers)
         self.process = spec.start(self.ports, self.folder, self.log)
         # In a session of its own, so that what ends the harness' process group leaves it alive.
@@ -272,37 +266,6 @@ def running_all(
             engine.wait_ready(limit_seconds)
             say(f"engine {engine.name}: ready at {engine.url}, log {engine.log}")
         yield engines
-
-
-class _ReservedPorts:
-    """Free ports that no other run of this harness will take until they are released."""
-
-    def __init__(self, count: int) -> None:
-        folder = Path(tempfile.gettempdir()) / f"disagg-ports-{os.getuid()}"
-        folder.mkdir(exist_ok=True)
-        self.numbers: list[int] = []
-        self._locks: list[IO[str]] = []
-        for port in random.sample(_PORT_RANGE, len(_PORT_RANGE)):
-            if len(self.numbers) == count:
-                return
-            lock = (folder / str(port)).open("w")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with socket.socket() as probe:
-                    probe.bind((HOST, port))
-            except OSError:
-                lock.close()
-                continue
-            self.numbers.append(port)
-            self._locks.append(lock)
-        raise EngineError(
-            f"There are no {count} free ports from {_PORT_RANGE.start} to {_PORT_RANGE.stop - 1}."
-        )
-
-    def release(self) -> None:
-        for lock in self._locks:
-            lock.close()
-        self._locks.clear()
 
 
 def live_members(group: int) -> list[int]:

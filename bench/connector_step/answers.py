@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -24,17 +23,11 @@ from disagg_connector.context import Board
 from disagg_connector.control import ControlChannel
 from disagg_connector.protocol import Address, Hello, Peer
 from disagg_connector.scheduler import FastAnswers, Identity
+from e2e.ports import free_port
 
 QUESTIONS = 300
 INTERVAL = 0.01
 LIMIT = 10.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def ask(address: Address, told: Connection) -> None:

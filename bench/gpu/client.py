@@ -14,7 +14,8 @@ import aiohttp
 
 from bench.gpu.modes import Protocol, upstream_id
 from connector.tests.engine.conversation import body, decode_params, prefill_params
-from e2e.engines import HOST, Engine
+from e2e.engines import Engine
+from e2e.ports import HOST
 
 _TURN_SECONDS = 120.0
 

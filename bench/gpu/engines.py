@@ -14,8 +14,9 @@ from typing import Any, Literal
 from bench.gpu.chat import write_chat_tokenizer
 from bench.gpu.serve import GATE, WEIGHTS
 from bench.gpu.shapes import VOCABULARY, write_model
-from e2e.engines import HOST, Engine, EngineSpec, KVTransferConfig, Ports
+from e2e.engines import Engine, EngineSpec, KVTransferConfig, Ports
 from e2e.images.engine import ensure_bundle, ensure_model
+from e2e.ports import HOST
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _START_SECONDS = 240.0

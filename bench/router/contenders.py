@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Literal
 
 from bench.router.peers import Play, serve
 from e2e.images.engine_cache import build_once, cache_root, say
+from e2e.ports import free_port
 
 _LOCK = Path(__file__).parents[2] / "requirements" / "bench-router.txt"
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -164,7 +164,7 @@ def _ours(engines: str, core: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _vllm_router(options: list[str], core: int) -> Iterator[tuple[int, int]]:
-    port, metrics = _free_port(), _free_port()
+    port, metrics = free_port(), free_port()
     command = [sys.executable, "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(metrics), "--log-level", "warning", *options]
     packages = {"PYTHONPATH": str(_vllm_router_packages())}
@@ -231,9 +231,3 @@ def _awaited(what: str, log: Path, process: subprocess.Popen[bytes], look: Calla
             raise RuntimeError(f"The router ended while it started:\n{log.read_text()[-2000:]}")
         time.sleep(0.05)
     raise RuntimeError(f"The router gave no {what} in {_START_SECONDS:.0f} s:\n{log.read_text()[-2000:]}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -17,7 +17,8 @@ from typing import Any
 import aiohttp
 
 from connector.tests.engine.conversation import TIE
-from e2e.engines import HOST, Engine, Ports
+from e2e.engines import Engine, Ports
+from e2e.ports import HOST
 
 MODEL = "test"
 # For the connector, which engines import.

@@ -37,8 +37,9 @@ from e2e.contract.harness import (
     read_whole,
     running_router,
 )
-from e2e.engines import HOST, Engine, EngineSpec, Ports, live_members, running_all
+from e2e.engines import Engine, EngineSpec, Ports, live_members, running_all
 from e2e.images.engine import ensure_model
+from e2e.ports import HOST
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 

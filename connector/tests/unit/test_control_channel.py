@@ -37,6 +37,7 @@ from disagg_connector.protocol import (
     encode,
 )
 from disagg_connector.scheduler import FastAnswers, Identity
+from e2e.ports import free_port
 
 LIMIT = 120
 """Seconds for what is to come."""
@@ -49,9 +50,7 @@ def sealing(ring: KeyRing = RING) -> SealingCodec:
 
 
 def free_address() -> Address:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return Address("127.0.0.1", probe.getsockname()[1])
+    return Address("127.0.0.1", free_port())
 
 
 class End:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from e2e.engines import Engine, EngineSpec, Ports, _ReservedPorts, live_members, running
+from e2e.engines import Engine, EngineSpec, Ports, live_members, running
 from e2e.images.engine import ensure_model
 from e2e.images.engine_bundle import EngineError
+from e2e.ports import ReservedPorts
 
 PORTS = Ports(http=21001, side_channel=21002, control=21003)
 
@@ -40,7 +41,7 @@ def test_the_environment_is_the_profiles_and_the_specs_own_values_win(
 
 
 def test_ports_are_not_given_out_twice() -> None:
-    first, second = _ReservedPorts(20), _ReservedPorts(20)
+    first, second = ReservedPorts(20), ReservedPorts(20)
     assert len({*first.numbers, *second.numbers}) == 40
     first.release()
     second.release()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from kubernetes import client, config
 from e2e.apiserver import ApiServer, api_server
 from e2e.cluster import binaries
 from e2e.cluster.progress import Progress
+from e2e.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 _CONTROLLERS = (
@@ -232,9 +232,7 @@ class OperatorProcess:
 @contextmanager
 def running_operator(cluster: Cluster, *, wait: bool = True, **environment: str) -> Iterator[OperatorProcess]:
     """The operator as a process, ready unless told not to wait; ended by SIGTERM."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     log = cluster.folder / f"operator-{port}.log"
     variables = {
         "KUBECONFIG": str(cluster.server.kubeconfig),

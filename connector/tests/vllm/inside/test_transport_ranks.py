@@ -7,7 +7,6 @@ the connector's own. What is compared are bytes, block by block, those of blocks
 from __future__ import annotations
 
 import json
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from disagg_connector.ports import Incoming, Orders, Tally, WorkerReport, WriteJ
 from disagg_connector.protocol import Address, Peer
 from disagg_connector.ranks import heads_of
 from disagg_connector.worker import Worker
+from e2e.ports import free_port
 
 HOST = "127.0.0.1"
 LAYERS, BLOCKS = 3, 12
@@ -128,9 +128,7 @@ class Engine:
     def __init__(self, model: Model, ranks: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
         config = model.config(folder)
         config.kv_transfer_config.engine_id = str(uuid.uuid4())
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", HOST)
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
         engine_id = config.kv_transfer_config.engine_id
