@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from threading import Event
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
@@ -32,14 +33,42 @@ def kv_cache_layout(vllm_config: Any) -> str | None:
     return layout
 
 
+class _NixlScheduler(NixlBaseConnectorScheduler):  # type: ignore[misc]
+    """Upstream's scheduler side, whose listener says when it cannot listen and outlives what it cannot read."""
+
+    listener_failure: Exception | None = None
+
+    def _nixl_handshake_listener(
+        self, encoded_data: Any, ready_event: Event, stop_event: Event, host: str, port: int
+    ) -> None:
+        while not stop_event.is_set():
+            try:
+                super()._nixl_handshake_listener(encoded_data, ready_event, stop_event, host, port)
+            except Exception as error:
+                if not ready_event.is_set():
+                    self.listener_failure = error
+                    ready_event.set()  # upstream waits for it without a limit
+                    return
+                logger.warning("NIXL's side channel got what it cannot read, and listens again: %r", error)
+
+
 class SideChannel:
     """Serves this engine's NIXL agent metadata, as upstream's scheduler side does."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
-        self._scheduler = NixlBaseConnectorScheduler(vllm_config, engine_id, kv_cache_config)
+        self._scheduler = _NixlScheduler(vllm_config, engine_id, kv_cache_config)
 
     def serve(self, metadata: Any) -> None:
+        """Raises `RuntimeError` if the address cannot be listened at, as when the port is taken."""
         self._scheduler.set_xfer_handshake_metadata(metadata)
+        failure = self._scheduler.listener_failure
+        if failure is not None:
+            host, port = self._scheduler.side_channel_host, self._scheduler.side_channel_port
+            raise RuntimeError(
+                f"NIXL's side channel cannot listen at {host}:{port} ({failure}). Other engines learn there how to"
+                " write into this one's KV cache. Set VLLM_NIXL_SIDE_CHANNEL_PORT to a port that is free,"
+                " VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this host."
+            ) from failure
 
     def close(self) -> None:
         self._scheduler.shutdown()

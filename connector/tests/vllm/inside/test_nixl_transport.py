@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+import zmq
 from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     cleanup_dist_env_and_memory,
@@ -24,6 +26,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from disagg_connector.compat import load
 from disagg_connector.ports import WriteJob
 from disagg_connector.protocol import Address, Peer, read_announcement
+from e2e.ports import free_port
 
 compat = load()
 
@@ -53,10 +56,11 @@ def wait_for(done: Callable[[], Any], what: str) -> Any:
     raise AssertionError(f"not within {LIMIT:.0f} s: {what}")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+def sides_config(make_config: Any) -> Any:
+    config = make_config()
+    config.cache_config.num_gpu_blocks = BLOCKS
+    config.cache_config.kv_cache_layout = "LBHNC"
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +72,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory, make_config: Any) -> Iterato
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
         patch.setenv("UCX_TLS", "tcp,self")
         patch.setenv("UCX_NET_DEVICES", "lo")
-        config = make_config()
-        config.cache_config.num_gpu_blocks = BLOCKS
-        config.cache_config.kv_cache_layout = "LBHNC"
+        config = sides_config(make_config)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32)
         kv_cache = KVCacheConfig(
             num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(LAYERS, spec)]
@@ -172,6 +174,42 @@ def test_a_peer_that_nobody_is_raises_and_starts_nothing(sides: tuple[Side, Side
     handshake = writer.transport.connect(stranger)
     assert handshake is not None
     assert handshake.exception(LIMIT) is not None, "the engine there has another id"
+
+
+def meet(sides: tuple[Side, Side]) -> None:
+    """The receiver's side channel is asked anew."""
+    writer, receiver = sides
+    writer.transport.forget(receiver.peer.engine_id)
+    handshake = writer.transport.connect(receiver.peer)
+    assert handshake is not None
+    handshake.result(LIMIT)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"hello", msgspec.msgpack.encode((b"get_meta_msg", 7, 7))])
+def test_a_message_that_nobody_can_read_silences_no_side_channel(
+    sides: tuple[Side, Side], garbage: bytes
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(f"tcp://{HOST}:{sides[1].peer.nixl_port}")
+        stranger.send_multipart([b"", garbage])
+        meet(sides)
+
+
+def test_a_side_channel_whose_port_is_taken_says_so(sides: tuple[Side, Side], make_config: Any) -> None:
+    """Upstream waits for its listener without a limit: the engine would never start, nor end."""
+    kv_cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[])
+    with socket.socket() as holder, pytest.MonkeyPatch.context() as patch:
+        holder.bind((HOST, 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", HOST)
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
+        channel = compat.SideChannel(sides_config(make_config), "third", kv_cache)
+        refused = pytest.raises(RuntimeError, match=f"{HOST}:{port} .*in use.*VLLM_NIXL_SIDE_CHANNEL_PORT")
+        with refused:
+            channel.serve({(0, 0): sides[1].transport.handshake_metadata})
+        channel.close()
 
 
 def test_the_writer_thread_runs_what_it_is_given(sides: tuple[Side, Side]) -> None:
