@@ -16,7 +16,8 @@ from typing import Any
 
 from connector.tests.engine.keyring import shared_keyring
 from connector.tests.engine.ledger import FOLDER
-from e2e.engines import HOST, Engine, EngineSpec, Ports
+from e2e.engines import Engine, EngineSpec, Ports
+from e2e.ports import HOST
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 ROOT = SOURCES.parents[1]

@@ -12,7 +12,8 @@ from disagg_router.config import Config, Model, Ports
 from disagg_router.discovery import FixedSource
 from disagg_router.http1 import Address
 from disagg_router.server import Router
-from e2e.engines import HOST, Engine
+from e2e.engines import Engine
+from e2e.ports import HOST
 
 _START_SECONDS = 120.0
 

@@ -44,7 +44,8 @@ from connector.tests.engine.conversation import (
 from connector.tests.engine.keyring import shared_keyring
 from disagg_connector.counters import DEFINITIONS
 from disagg_connector.protocol import Hello, encode
-from e2e.engines import HOST, Engine, live_members
+from e2e.engines import Engine, live_members
+from e2e.ports import HOST
 
 pytestmark = pytest.mark.engine
 

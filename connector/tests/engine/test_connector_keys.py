@@ -26,7 +26,8 @@ from connector.tests.engine.conversation import (
 from connector.tests.engine.keyring import Keyring, shared_keyring
 from disagg_connector.auth import SealingCodec
 from disagg_connector.protocol import Hello, Welcome
-from e2e.engines import HOST, Engine, running
+from e2e.engines import Engine, running
+from e2e.ports import HOST
 
 pytestmark = pytest.mark.engine
 

@@ -50,7 +50,8 @@ from connector.tests.engine.evidence import Evidence
 from connector.tests.engine.ledger import read
 from connector.tests.engine.routed import routed
 from disagg_router import legs
-from e2e.engines import HOST, Engine, running_all
+from e2e.engines import Engine, running_all
+from e2e.ports import HOST
 
 pytestmark = pytest.mark.engine
 

@@ -32,8 +32,9 @@ from connector.tests.engine.conversation import (
     within,
 )
 from connector.tests.engine.evidence import Evidence
-from e2e.engines import HOST, Engine, EngineSpec, Ports, running, running_all
+from e2e.engines import Engine, EngineSpec, Ports, running, running_all
 from e2e.images.engine import ensure_model
+from e2e.ports import HOST
 
 pytestmark = pytest.mark.engine
 

@@ -33,7 +33,8 @@ from connector.tests.engine.conversation import (
     wait_until_free,
     within,
 )
-from e2e.engines import HOST, Engine, running_all
+from e2e.engines import Engine, running_all
+from e2e.ports import HOST
 
 pytestmark = pytest.mark.engine
 
