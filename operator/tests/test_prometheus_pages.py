@@ -147,25 +147,28 @@ async def test_what_is_no_number_stays_none(fake: Fake, value: str) -> None:
 )
 async def test_what_is_no_answer_is_said_of_every_pod(fake: Fake, answer: web.Response, why: str) -> None:
     fake.answer = answer
-    assert await read(fake, "p-0", "p-1") == dict.fromkeys(("p-0", "p-1"), NoPage(f"Prometheus: {why}"))
+    assert await read(fake, "p-0", "p-1") == dict.fromkeys(
+        ("p-0", "p-1"), NoPage(f"Prometheus at {fake.url}: {why}")
+    )
 
 
 async def test_a_large_answer_is_not_read_to_its_end(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus, "_MAX_BYTES", 1000)
     fake.scraped("p-0", WAITING, "3", model_name="m" * 1000)
-    assert await read(fake, "p-0") == {"p-0": NoPage("Prometheus: more than 1000 bytes")}
+    assert await read(fake, "p-0") == {"p-0": NoPage(f"Prometheus at {fake.url}: more than 1000 bytes")}
 
 
 async def test_a_silent_one_is_not_waited_for_for_long(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus, "_SECONDS", 0.3)
     fake.silent = True
     async with asyncio.timeout(60):
-        assert await read(fake, "p-0") == {"p-0": NoPage("Prometheus: no answer within 0.3 s")}
+        assert await read(fake, "p-0") == {"p-0": NoPage(f"Prometheus at {fake.url}: no answer within 0.3 s")}
 
 
 async def test_nobody_there() -> None:
-    found = await Prometheus("http://127.0.0.1:1").read_pages({"p-0": target()})
-    assert found == {"p-0": NoPage("Prometheus: no connection")}
+    """Its address is told, a password in it is not."""
+    found = await Prometheus("http://me:secret@127.0.0.1:1/below").read_pages({"p-0": target()})
+    assert found == {"p-0": NoPage("Prometheus at http://127.0.0.1:1/below: no connection")}
 
 
 async def test_nobody_to_ask_for(fake: Fake) -> None:

@@ -54,7 +54,8 @@ MEANINGS: Mapping[Because, str] = {
     Because.TRANSFERS_FAIL: "too many KV transfers fail, so nothing shrinks; look for the cause in the engines' logs.",
     Because.FLAPPING: "it has changed direction too often within the last hour to shrink; raise "
     "behavior.scaleDown.stabilizationWindowSeconds.",
-    Because.MISSING: "metrics are missing, so nothing shrinks; ScalingActive says whose, see that the operator can read them.",
+    Because.MISSING: "metrics are missing, so nothing shrinks, nor grows if all of a pool's are; ScalingActive says whose, see that "
+    "the operator can read them.",
     Because.UNKNOWN_SPEED: "nobody knows how many tokens a prefill pod computes per second; set "
     "targets.prefillTokensPerSecond, or wait until load has taught it.",
     Because.LATE_FIRST_TOKENS: "first tokens came later than targets.timeToFirstTokenMilliseconds for a while, so a pod was added "

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -50,6 +51,12 @@ class Prometheus:
 
     url: str
 
+    @property
+    def _shown(self) -> str:
+        """For conditions and events, which more people read than may know a password."""
+        parts = urlsplit(self.url)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
     async def read_pages(self, targets: Mapping[str, Target]) -> dict[str, Answer]:
         """What each pod's newest page has of the wanted samples, by the pod's name."""
         limit = aiohttp.ClientTimeout(total=_SECONDS, sock_connect=_CONNECT_SECONDS)
@@ -67,7 +74,7 @@ class Prometheus:
             except Exception as error:  # whatever answers there, it is no reason to fail
                 why = why_nothing(error, _SECONDS, "an answer that is none of Prometheus")
                 _log.debug("no metrics of %s: %s (%s: %s)", self.url, why, type(error).__name__, error)
-                return dict.fromkeys(targets, NoPage(f"Prometheus: {why}"))
+                return dict.fromkeys(targets, NoPage(f"Prometheus at {self._shown}: {why}"))
         for pages in found:
             answers.update(pages)
         return {pod: answers[pod] for pod in targets}
