@@ -50,6 +50,16 @@ def env(**variable: Any) -> dict[str, Any]:
     return {"engine": {"env": [variable]}}
 
 
+def budget(devices: int) -> dict[str, Any]:
+    """At least one prefill pod of 8 devices and three decode pods of 8."""
+    role = {"parallelism": {"tensor": 8}}
+    return {
+        "autoscaling": {"mode": "Auto", "maxDevices": devices},
+        "prefill": role | {"scaling": {"minReplicas": 1, "maxReplicas": 4}},
+        "decode": role | {"scaling": {"minReplicas": 3, "maxReplicas": 4}},
+    }
+
+
 def file_model(uri: str, **storage: str) -> dict[str, Any]:
     return {"model": {"uri": uri, "storage": storage}}
 
@@ -233,6 +243,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "spec.autoscaling",
         "needs scaling (bounds) instead of replicas in both prefill and decode",
     ),
+    "fewer devices than the fewest pods need": (
+        budget(31),
+        "spec.autoscaling.maxDevices",
+        "autoscaling.maxDevices is less than what scaling.minReplicas of both roles need",
+    ),
     "EFA on CPUs": (
         {"fabric": {"type": "EFA"}, "engine": {"device": "CPU"}},
         "spec.fabric",
@@ -353,6 +368,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "decode": {"extraArgs": ["--no-enable-prefix-caching"]},
     },
     "scaled roles": {"autoscaling": {"mode": "External"}, "prefill": SCALED, "decode": SCALED},
+    "as many devices as the fewest pods need": budget(32),
+    "a budget that nothing scales by": budget(31) | {"autoscaling": {"mode": "Disabled", "maxDevices": 1}},
     "scaled role without autoscaling": {"prefill": SCALED},
     "other resources": {"prefill": {"resources": {"requests": {"cpu": 8}, "limits": {"memory": "64Gi"}}}},
     "EFA": {"fabric": {"type": "EFA", "efa": {"hugepages2Mi": 0}}},

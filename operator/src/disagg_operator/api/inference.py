@@ -20,6 +20,12 @@ MAX_NAME_LENGTH = 35
 _NO_PREFIX_CACHING = "exists(a, a.matches('^--no[-_]enable[-_]prefix[-_]caching$'))"
 
 
+def _least_devices(role: str) -> str:
+    """CEL: the devices of a role's fewest pods."""
+    sizes = " * ".join(f"self.{role}.parallelism.{size}" for size in ("tensor", "pipeline", "data"))
+    return f"self.{role}.scaling.minReplicas * {sizes}"
+
+
 class DisaggInferenceSpec(ApiObject):
     """One model, served by a prefill pool and a decode pool that hand each other KV cache."""
 
@@ -47,6 +53,14 @@ class DisaggInferenceSpec(ApiObject):
             "self.autoscaling.mode == 'Disabled' || (has(self.prefill.scaling) && has(self.decode.scaling))",
             "autoscaling.mode other than Disabled needs scaling (bounds) instead of replicas in both prefill and decode",
             ".autoscaling",
+        ),
+        Rule(
+            "self.autoscaling.mode == 'Disabled' || !has(self.autoscaling.maxDevices) || !has(self.prefill.scaling) || "
+            f"!has(self.decode.scaling) || {_least_devices('prefill')} + {_least_devices('decode')} <= "
+            "self.autoscaling.maxDevices",
+            "autoscaling.maxDevices is less than what scaling.minReplicas of both roles need (pods x tensor x pipeline x data): "
+            "raise it, or lower a minReplicas",
+            ".autoscaling.maxDevices",
         ),
         Rule(
             "!(self.fabric.type == 'EFA' && self.engine.device == 'CPU')",
