@@ -49,7 +49,8 @@ class _NixlScheduler(NixlBaseConnectorScheduler):  # type: ignore[misc]
                     self.listener_failure = error
                     ready_event.set()  # upstream waits for it without a limit
                     return
-                logger.warning("NIXL's side channel got what it cannot read, and listens again: %r", error)
+                logger.warning("NIXL's side channel failed and listens again in a second: %r", error)
+                stop_event.wait(1.0)  # so that a failure that stays fills no log
 
 
 class SideChannel:
