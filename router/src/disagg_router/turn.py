@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
@@ -25,59 +25,19 @@ from disagg_router.logs import event
 from disagg_router.metrics import Metrics
 from disagg_router.pick import Choice, choose
 from disagg_router.placer import Placer, lacking
+from disagg_router.record import Turn, record
 from disagg_router.recovery import Action, Failure, RetryBudget, next_action
 from disagg_router.recovery import Attempt as AttemptFacts
-from disagg_router.relay import CLIENT_GONE, client_id, named, relay
-from disagg_router.session import KEY_BYTES, Memory, Placement, Session, identify
+from disagg_router.relay import client_id, named, relay
+from disagg_router.session import KEY_BYTES, Memory, Placement, identify
 from disagg_router.sharing import SharedHandles
-from disagg_router.spans import Trace, Tracer
+from disagg_router.spans import Tracer
 
 _log = logging.getLogger("disagg_router.turn")
 
 _DECISION = b"x-disagg-decision"
 # Of an answer that is read whole, with the tokens of its prompt.
 _ANSWER_BYTES = 256 * 1024 * 1024
-
-
-@dataclass(slots=True)
-class _Turn:
-    """What becomes of one request; the log line and the metrics are made from it."""
-
-    endpoint: legs.Endpoint
-    body: legs.Body
-    session: Session
-    number: int  # of this replica's turns
-    started: float
-    client_id: str | None
-    trace: Trace
-    # Why decode has to compute the prompt itself, if it has to.
-    local_reason: str | None
-    last: Placement | None = None
-    rested: float | None = None  # seconds since that turn
-    attempts: int = 0
-    decode_failures: int = 0
-    avoid: set[str] = field(default_factory=set)
-    choice: Choice | None = None
-    request_id: str = ""
-    sent: float = 0.0  # when the last attempt began
-    code: int = CLIENT_GONE
-    first_byte: float | None = None
-    answer: EngineAnswer | None = None
-    broken: str | None = None
-    client_left: bool = False
-    waited: float | None = None  # seconds until it was let in
-    refusal: Refusal | None = None
-    wants_decision: bool = False  # the client asks where its prompt is computed and why
-    decision: Decision | None = None
-
-    @property
-    def small(self) -> bool:
-        """Whether decode computes what is new by choice."""
-        return self.local_reason is None and self.decision is not None and self.decision.placement == "decode"
-
-    @property
-    def asks_prefill(self) -> bool:
-        return self.local_reason is None and not self.small
 
 
 class Turns:
@@ -150,18 +110,18 @@ class Turns:
         finally:
             if turn.answer is not None and turn.answer.status < 400:
                 self._memory.ended(turn.session.key)
-            self._record(turn)
+            record(turn, self._metrics, self._clock() - turn.started, self._config.mode)
 
     def _refuse(self, endpoint: legs.Endpoint, exchange: Exchange, response: Response) -> None:
         self._metrics.requests.labels(endpoint, str(response.status)).inc()
         self._tracer.turn(endpoint, exchange.request.head).end({"status": response.status})
         exchange.respond(named(response, exchange.request.head.headers, self._new_id))
 
-    def _open(self, endpoint: legs.Endpoint, exchange: Exchange, body: legs.Body) -> _Turn:
+    def _open(self, endpoint: legs.Endpoint, exchange: Exchange, body: legs.Body) -> Turn:
         headers = exchange.request.head.headers
         names = self._config.session
         session = identify(headers, names.keys, names.body_fields, body)
-        return _Turn(
+        return Turn(
             endpoint=endpoint,
             body=body,
             session=session,
@@ -175,7 +135,7 @@ class Turns:
 
     # -- attempts --------------------------------------------------------------------------------------------
 
-    async def _run(self, turn: _Turn, exchange: Exchange) -> None:
+    async def _run(self, turn: Turn, exchange: Exchange) -> None:
         self._budget.earn()
         turn.choice = self._pick(turn)
         while turn.choice is not None:
@@ -201,19 +161,19 @@ class Turns:
         why = self._fleet.why_not_ready() or "no decode engine is left to try"
         self._respond(turn, exchange, not_ready(f"No engine can take this request: {why}."))
 
-    def _pick(self, turn: _Turn) -> Choice | None:
+    def _pick(self, turn: Turn) -> Choice | None:
         choice = self._choose(turn, turn.avoid)
         if choice is not None:
             self._metrics.picks.labels("decode", choice.decode_reason).inc()
             self._metrics.picks.labels("prefill", choice.prefill_reason).inc()
         return choice
 
-    def _choose(self, turn: _Turn, avoid: Collection[str]) -> Choice | None:
+    def _choose(self, turn: Turn, avoid: Collection[str]) -> Choice | None:
         backends = self._fleet.backends
         load = self._engines.loads.snapshot(backends)
         return choose(backends, turn.session, turn.last, load, avoid, self._config.policy, turn.number)
 
-    def _plan(self, turn: _Turn, choice: Choice, exchange: Exchange) -> LegPlan:
+    def _plan(self, turn: Turn, choice: Choice, exchange: Exchange) -> LegPlan:
         mode = self._modes.get(choice.decode.mode or self._config.mode)
         if turn.local_reason is None:
             turn.local_reason = self._why_local(turn.body, choice, mode)
@@ -246,7 +206,7 @@ class Turns:
             return "unknown_mode"
         return mode.why_local(body)
 
-    def _decide(self, turn: _Turn, choice: Choice, mode: legs.Mode) -> Decision:
+    def _decide(self, turn: Turn, choice: Choice, mode: legs.Mode) -> Decision:
         """Where the prompt is computed: on decode if it has to be, else as `router.localPrefill` wants it."""
         if turn.local_reason is not None:
             return Decision("decode", turn.local_reason)
@@ -257,13 +217,13 @@ class Turns:
         tokens = lacking(turn.body, turn.last, turn.rested, choice, mode.asks_holder)
         return self._placer.place(tokens, choice.decode.name, choice.prefill.name, running)
 
-    def _learn(self, turn: _Turn, attempt: Attempt) -> None:
+    def _learn(self, turn: Turn, attempt: Attempt) -> None:
         """From a first attempt only: those after it were not what was decided first."""
         if turn.decision is not None and turn.attempts == 1 and attempt.first_piece is not None:
             first_piece = attempt.first_piece if turn.body.streamed else None
             self._placer.learn(turn.decision, first_piece, attempt.prefill_leg)
 
-    async def _handle(self, turn: _Turn, prefill: Backend) -> Handle | None:
+    async def _handle(self, turn: Turn, prefill: Backend) -> Handle | None:
         """What a decode engine keeps of the conversation's last turn, if it is still there to be read by `prefill`."""
         if "messages" in turn.body.fields and not turn.session.earlier_turn:
             return None  # a chat without any answer in it continues none
@@ -275,7 +235,7 @@ class Turns:
             return None
         return handle
 
-    def _after(self, turn: _Turn, failure: Failure) -> Action:
+    def _after(self, turn: Turn, failure: Failure) -> Action:
         assert turn.choice is not None
         if not failure.of_prefill:
             turn.decode_failures += 1
@@ -288,7 +248,7 @@ class Turns:
         )
         return next_action(failure, facts)
 
-    def _prepare(self, turn: _Turn, action: Action, failure: Failure) -> None:
+    def _prepare(self, turn: Turn, action: Action, failure: Failure) -> None:
         """Set the turn up for the attempt that follows a failed one."""
         assert turn.choice is not None
         self._metrics.retries.labels(failure.value).inc()
@@ -300,7 +260,7 @@ class Turns:
             turn.avoid.add(turn.choice.decode.name)
             turn.choice = self._pick(turn)
 
-    def _note_failure(self, turn: _Turn, plan: LegPlan, outcome: Outcome, action: Action) -> None:
+    def _note_failure(self, turn: Turn, plan: LegPlan, outcome: Outcome, action: Action) -> None:
         assert outcome.failure is not None
         event(
             _log,
@@ -316,7 +276,7 @@ class Turns:
 
     # -- answers ---------------------------------------------------------------------------------------------
 
-    async def _relay(self, turn: _Turn, exchange: Exchange, plan: LegPlan, answer: EngineAnswer) -> None:
+    async def _relay(self, turn: Turn, exchange: Exchange, plan: LegPlan, answer: EngineAnswer) -> None:
         turn.code = answer.status
         turn.answer = answer
         turn.first_byte = self._clock() - turn.started
@@ -332,9 +292,7 @@ class Turns:
         if turn.broken is None and turn.code == 200 and turn.body.streamed and not answer.stalled:
             self._placer.learn_gap(answer.reads - pieces, self._clock() - began)
 
-    async def _relay_whole(
-        self, turn: _Turn, exchange: Exchange, plan: LegPlan, answer: EngineAnswer
-    ) -> None:
+    async def _relay_whole(self, turn: Turn, exchange: Exchange, plan: LegPlan, answer: EngineAnswer) -> None:
         """Pass on a whole answer, less where decode keeps its KV, which is kept here for the next turn."""
         seconds = self._config.deadlines.idle_seconds
         try:
@@ -354,14 +312,14 @@ class Turns:
         kind = answer.headers.get(b"content-type") or b"application/json"
         self._respond(turn, exchange, Response(answer.status, content, kind.decode("latin-1")))
 
-    def _remember(self, turn: _Turn, plan: LegPlan) -> None:
+    def _remember(self, turn: Turn, plan: LegPlan) -> None:
         """Note where the conversation's KV is now. A turn that decode computed leaves prefill's older KV where it was."""
         prefill = plan.prefill.name if plan.prefill else None
         if prefill is None and turn.last is not None and turn.last.revision == plan.decode.revision:
             prefill = turn.last.prefill
         self._memory.remember(turn.session.key, Placement(plan.decode.revision, plan.decode.name, prefill))
 
-    async def _give_up(self, turn: _Turn, exchange: Exchange, plan: LegPlan, outcome: Outcome) -> None:
+    async def _give_up(self, turn: Turn, exchange: Exchange, plan: LegPlan, outcome: Outcome) -> None:
         if outcome.answer is not None:
             await self._relay(turn, exchange, plan, outcome.answer)
             return
@@ -392,74 +350,19 @@ class Turns:
         }[refusal]
         return overloaded(status, message, refusal.value)
 
-    def _respond(self, turn: _Turn, exchange: Exchange, response: Response) -> None:
+    def _respond(self, turn: Turn, exchange: Exchange, response: Response) -> None:
         turn.code = response.status
         exchange.respond(replace(response, headers={**response.headers, **self._fields(turn)}))
 
-    def _fields(self, turn: _Turn) -> dict[str, str]:
+    def _fields(self, turn: Turn) -> dict[str, str]:
         """What an answer says of its turn in its head."""
         fields = {"x-request-id": turn.client_id or turn.request_id or self._new_id()}
         if turn.wants_decision and turn.decision is not None:
             fields[_DECISION.decode()] = str(turn.decision)
         return fields
 
-    # -- records ---------------------------------------------------------------------------------------------
 
-    def _record(self, turn: _Turn) -> None:
-        metrics, seconds = self._metrics, self._clock() - turn.started
-        metrics.requests.labels(turn.endpoint, str(turn.code)).inc()
-        metrics.duration.labels(turn.endpoint).observe(seconds)
-        if turn.first_byte is not None and turn.code < 400:
-            streamed = "true" if turn.body.streamed else "false"
-            metrics.first_byte.labels(turn.endpoint, streamed).observe(turn.first_byte)
-            metrics.turns.labels("remote" if turn.asks_prefill else "small" if turn.small else "local").inc()
-            if turn.local_reason is not None:
-                metrics.recomputed.labels(turn.local_reason).inc()
-        if turn.waited is not None:
-            metrics.queue_wait.observe(turn.waited)
-        if turn.refusal is not None:
-            metrics.shed.labels(turn.refusal.value).inc()
-        if turn.broken is not None:
-            metrics.broken.inc()
-        choice = turn.choice
-        facts = {
-            "request_id": turn.request_id or None,
-            "client_request_id": turn.client_id,
-            "endpoint": turn.endpoint,
-            "status": turn.code,
-            "streamed": turn.body.streamed,
-            "session": turn.session.key.hex(),
-            "session_by": turn.session.origin,
-            "mode": (choice.decode.mode or self._config.mode) if choice else None,
-            "revision": choice.decode.revision if choice else None,
-            "decode": choice.decode.name if choice else None,
-            "decode_by": choice.decode_reason if choice else None,
-            "prefill": _prefill_name(turn),
-            "prefill_by": choice.prefill_reason if choice and turn.asks_prefill else None,
-            "recomputed": turn.local_reason,
-            "small": turn.small or None,
-            "decision": turn.decision.reason if turn.decision else None,
-            "attempts": turn.attempts,
-            "refused": turn.refusal.value if turn.refusal else None,
-            "waited_seconds": round(turn.waited, 4) if turn.waited else None,
-            "first_byte_seconds": None if turn.first_byte is None else round(turn.first_byte, 4),
-            "seconds": round(seconds, 4),
-            "body_bytes": turn.answer.body_bytes if turn.answer else None,
-            "broken": turn.broken,
-            "client_left": turn.client_left or None,
-        }
-        turn.trace.end(facts)
-        level = logging.WARNING if turn.broken or turn.code >= 500 else logging.INFO
-        event(_log, level, "turn", **facts)
-
-
-def _handle_key(turn: _Turn) -> bytes:
+def _handle_key(turn: Turn) -> bytes:
     """The name of a conversation and, behind that, of who may share its KV: clients choose how long a salt is."""
     salt = bytes(turn.body.fields.get("cache_salt", b""))
     return turn.session.key + (blake2b(salt, digest_size=KEY_BYTES).digest() if salt else b"")
-
-
-def _prefill_name(turn: _Turn) -> str | None:
-    if turn.choice is None or turn.choice.prefill is None or not turn.asks_prefill:
-        return None
-    return turn.choice.prefill.name
