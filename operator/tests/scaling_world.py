@@ -22,6 +22,8 @@ from disagg_operator.reconcile import Key, Reconciler
 from disagg_operator.scrape import samples
 
 STEP = 15.0
+WINDOW = 300
+"""Seconds of low load before a pool shrinks."""
 PROMPT = 1000.0
 """Tokens of every prompt."""
 SPEED = 1000
@@ -46,7 +48,7 @@ def scaled_spec(mode: str = "Auto", **changes: Any) -> Manifest:
     }
 
 
-def autoscaling(mode: str = "Auto", down_window: int = 300, **targets: Any) -> Manifest:
+def autoscaling(mode: str = "Auto", down_window: int = WINDOW, **targets: Any) -> Manifest:
     return {
         "mode": mode,
         "ratio": {"minPercent": 1, "maxPercent": 10_000},
