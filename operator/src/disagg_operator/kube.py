@@ -38,6 +38,8 @@ _METADATA_ONLY = "application/json;as={kind};g=meta.k8s.io;v=v1,application/json
 _REQUEST_SECONDS = 30.0
 _WATCH_SECONDS = 300
 _PAGE = 500
+_CONNECTIONS = 100
+"""At a time, for all but watches."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,14 @@ CHILD_KINDS = tuple(kind for kind in RESOURCES if kind not in (KIND, "Event", "L
 may list them may read every password of the namespace. Ours is read by its name."""
 
 
-async def connect() -> "Kube":
-    """A client with the credentials of KUBECONFIG if that is set, else of the pod, else of ~/.kube/config."""
+async def connect(watched: int = 1) -> "Kube":
+    """A client with the credentials of KUBECONFIG if that is set, else of the pod, else of ~/.kube/config.
+
+    `watched` is in how many namespaces children are watched, or 1 for all together.
+    """
     configuration = Configuration()
+    # A watch never gives its connection back: whatever else is asked would wait for one for ever.
+    configuration.connection_pool_maxsize = _CONNECTIONS + watched * len(CHILD_KINDS)
     if not os.environ.get("KUBECONFIG") and os.environ.get("KUBERNETES_SERVICE_HOST"):
         load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     else:

@@ -170,7 +170,7 @@ async def start(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         # Until kopf runs, which replaces these: as process 1 of a container we would otherwise not hear them.
         loop.add_signal_handler(number, this.cancel)
-    kube = await connect()
+    kube = await connect(len(settings.watch_namespaces) or 1)
     try:
         await Operator(settings, kube, loop).run()
     finally:
