@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 import kopf
+from kopf._cogs.structs.references import Insights
 
 from .api.base import GROUP, VERSION
 from .naming import LABEL_NAME, PLURAL, Manifest
@@ -51,8 +52,12 @@ def is_news(body: Any) -> bool:
     return meta.get("generation") != status.get("observedGeneration") or "deletionTimestamp" in meta
 
 
+class NotListedError(Exception):
+    """kopf has found nothing to watch, and will not look again: this process must end."""
+
+
 async def watch_resources(enqueue: Enqueue, namespaces: Sequence[str]) -> None:
-    """Runs kopf until SIGTERM or SIGINT. The CRD must be there."""
+    """Runs kopf until SIGTERM or SIGINT. The CRD must be there. Raises NotListedError if kopf does not find it."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False  # events are ours to post
     settings.peering.standalone = True
@@ -60,12 +65,29 @@ async def watch_resources(enqueue: Enqueue, namespaces: Sequence[str]) -> None:
     settings.watching.server_timeout = 300
     settings.watching.client_timeout = 600
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
-    await kopf.operator(
-        registry=make_registry(enqueue),
-        settings=settings,
-        clusterwide=not namespaces,
-        namespaces=namespaces,
+    insights = Insights()  # private, but elsewhere kopf says in a line of its log only what it has not found
+    found = asyncio.create_task(insights.ready_resources.wait())
+    running = asyncio.create_task(
+        kopf.operator(
+            registry=make_registry(enqueue),
+            settings=settings,
+            insights=insights,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+        )
     )
+    try:
+        await asyncio.wait((found, running), return_when=asyncio.FIRST_COMPLETED)
+        if found.done() and not insights.watched_resources:
+            # An API server serves a new CRD some time before or after it lists its group, and each server for itself.
+            raise NotListedError(
+                f"the API server does not list {PLURAL}.{GROUP} yet, though it has served them"
+            )
+        await running
+    finally:
+        found.cancel()
+        running.cancel()
+        await asyncio.gather(found, running, return_exceptions=True)
 
 
 async def watch_children(kube: Watcher, kind: str, namespace: str | None, enqueue: Enqueue) -> None:
