@@ -1,5 +1,6 @@
 """The Lease, with a store and a clock in memory."""
 
+import asyncio
 import copy
 from typing import Any
 
@@ -16,9 +17,12 @@ class Store:
         self.lease: dict[str, Any] | None = None
         self.version = 0
         self.broken = False
+        self.is_silent = False
 
     async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
         self._check()
+        if self.is_silent:
+            await asyncio.Event().wait()
         return copy.deepcopy(self.lease)
 
     async def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -141,6 +145,17 @@ async def test_a_holder_that_cannot_renew_stops_before_it_runs_out(store: Store,
     store.broken = True
     with pytest.raises(LeaseLost, match="could not be renewed"):
         await first.keep()
+    assert time.now <= LEASE_SECONDS
+
+
+async def test_a_holder_that_gets_no_answer_stops_before_it_runs_out(store: Store, time: Time) -> None:
+    """A request may take longer than the lease: a connection that was cut without a word is noticed late."""
+    first = lease(store, time, "a")
+    first.patience = 0.01
+    await first.acquire()
+    store.is_silent = True
+    with pytest.raises(LeaseLost, match="no answer within"):
+        await asyncio.wait_for(first.keep(), 5)
     assert time.now <= LEASE_SECONDS
 
 

@@ -44,6 +44,8 @@ class Lease:
     holder: str
     monotonic: Callable[[], float]
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    patience: float = RENEW_SECONDS
+    """Seconds that a renewal may take. A request of its own accord takes longer than the lease lasts, if nobody answers."""
 
     async def acquire(self) -> None:
         """Waits until the Lease is ours."""
@@ -67,16 +69,19 @@ class Lease:
         renewed = self.monotonic()
         while True:
             await self.sleep(RENEW_SECONDS)
+            began = self.monotonic()
             try:
-                lease = await self.store.get("Lease", self.namespace, self.name)
-                if lease is None or lease["spec"].get("holderIdentity") != self.holder:
-                    raise LeaseLost(f"the lease {self.namespace}/{self.name} is no longer ours")
-                await self._take(lease)
-                renewed = self.monotonic()
-            except KubeError as error:
-                _log.warning("%s; trying again", error)
+                async with asyncio.timeout(self.patience):
+                    lease = await self.store.get("Lease", self.namespace, self.name)
+                    if lease is None or lease["spec"].get("holderIdentity") != self.holder:
+                        raise LeaseLost(f"the lease {self.namespace}/{self.name} is no longer ours")
+                    await self._take(lease)
+                renewed = began  # others count from when it was written, which may be long before the answer
+            except (KubeError, TimeoutError) as error:
+                why = str(error) or f"no answer within {self.patience:g} s"
+                _log.warning("renewing the lease: %s; trying again", why)
                 if self.monotonic() - renewed > LEASE_SECONDS - RENEW_SECONDS:
-                    raise LeaseLost(f"the lease could not be renewed in time: {error}") from error
+                    raise LeaseLost(f"the lease could not be renewed in time: {why}") from error
 
     async def release(self) -> None:
         """Gives the Lease up, so that a successor need not wait for it to run out."""
