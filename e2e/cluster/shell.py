@@ -69,16 +69,17 @@ def wait_until(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Result:
-    """Call `check` until it returns something true and return that.
+    """Call `check` until it returns something true and return that. The last call begins when the limit has passed.
 
     Raises:
         WaitTimeoutError: it did not within `limit` seconds; the message names `what`.
     """
     deadline = clock() + limit
     while True:
+        is_last = clock() >= deadline
         result = check()
         if result:
             return result
-        if clock() >= deadline:
+        if is_last:
             raise WaitTimeoutError(f"Waited {limit:.0f} s for {what}, in vain.")
         sleep(every)

@@ -94,6 +94,17 @@ def test_waiting_in_vain_says_for_what_and_how_long() -> None:
         wait_until(lambda: False, "the moon", limit=3, clock=lambda: next(times), sleep=lambda _: None)
 
 
+def test_a_machine_that_stood_still_is_no_reason_to_give_up_without_another_look() -> None:
+    times = [0.0]
+    answers = iter([None, None, "found"])
+
+    def look() -> str | None:
+        times.append(times[-1] * 100 + 1)  # 1, 101
+        return next(answers)
+
+    assert wait_until(look, "it", limit=3, clock=lambda: times[-1], sleep=lambda _: None) == "found"
+
+
 def test_a_failed_program_is_told_with_purpose_command_and_words() -> None:
     with pytest.raises(
         CommandError, match=r"Trying it: `sh -c echo bad >&2; exit 3` ended with status 3:\nbad"
