@@ -11,8 +11,9 @@ import json
 import secrets
 import ssl
 import subprocess
+import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from e2e.cluster import binaries
 from e2e.cluster.errors import CommandError, DaemonDied
+from e2e.cluster.kubectl import ATTEMPTS, PAUSE_SECONDS, has_stalled
 from e2e.cluster.layout import REPOSITORY
 from e2e.cluster.progress import Progress
 from e2e.cluster.shell import wait_until
@@ -49,6 +51,27 @@ class Answer:
         return self.code == 0
 
 
+def answer_of(
+    command: Sequence[str], *, stdin: str | None = None, env: Mapping[str, str] | None = None, limit: float
+) -> Answer:
+    """Runs kubectl or helm, again if the machine stood still meanwhile."""
+    for attempt in range(1, ATTEMPTS + 1):
+        ended = subprocess.run(
+            command,
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
+            capture_output=True,
+            text=True,
+            env=env,
+            timeout=limit,
+            check=False,
+        )
+        if ended.returncode == 0 or attempt == ATTEMPTS or not has_stalled(ended.stderr):
+            break
+        time.sleep(PAUSE_SECONDS)
+    return Answer(ended.returncode, ended.stdout, ended.stderr)
+
+
 @dataclass(frozen=True)
 class ApiServer:
     """A running API server and how to talk to it as its administrator."""
@@ -59,16 +82,7 @@ class ApiServer:
     def kubectl(self, *arguments: str, stdin: str | None = None, limit: float = 180.0) -> Answer:
         """Runs kubectl; a failure is an answer, not an exception."""
         command = [str(self.kubectl_path), "--kubeconfig", str(self.kubeconfig), *arguments]
-        ended = subprocess.run(
-            command,
-            input=stdin,
-            stdin=subprocess.DEVNULL if stdin is None else None,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-        return Answer(ended.returncode, ended.stdout, ended.stderr)
+        return answer_of(command, stdin=stdin, limit=limit)
 
     def apply(self, manifest: Mapping[str, object] | str, *options: str) -> Answer:
         """`kubectl apply` of one manifest, given as an object or as YAML."""

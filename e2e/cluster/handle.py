@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from e2e.cluster import binaries
+from e2e.cluster.kubectl import run_patiently
 from e2e.cluster.progress import Progress
-from e2e.cluster.shell import Word, run
+from e2e.cluster.shell import Word
 
 Manifest = Mapping[str, Any]
 
@@ -31,7 +32,9 @@ class Cluster:
             CommandError: it failed; the message has the command and its words.
         """
         argv: list[Word] = [program("kubectl"), f"--kubeconfig={self.kubeconfig}", *words]
-        return run(argv, "Talking to the cluster", stdin=stdin, env=self._environment, timeout=timeout)
+        return run_patiently(
+            argv, "Talking to the cluster", stdin=stdin, env=self._environment, timeout=timeout
+        )
 
     def helm(self, *words: str, timeout: float = 600.0) -> str:
         """Run helm and return what it printed; builds it first where neither PATH nor the cache has it.
@@ -40,7 +43,7 @@ class Cluster:
             CommandError: it failed; the message has the command and its words.
         """
         argv: list[Word] = [program("helm"), f"--kubeconfig={self.kubeconfig}", *words]
-        return run(argv, "Running helm", env=self._environment, timeout=timeout)
+        return run_patiently(argv, "Running helm", env=self._environment, timeout=timeout)
 
     @property
     def _environment(self) -> dict[str, str]:

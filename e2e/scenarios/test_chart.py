@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import yaml
 
 from disagg_operator.config import Settings
 from disagg_operator.kube import CHILD_KINDS, RESOURCES
-from e2e.apiserver import Answer, ApiServer, api_server
+from e2e.apiserver import Answer, ApiServer, answer_of, api_server
 from e2e.cluster import binaries
 from e2e.cluster.progress import Progress
 from e2e.cluster.shell import wait_until
@@ -48,15 +47,7 @@ class Helm:
         self.env = {**os.environ, "HOME": str(home), "KUBECONFIG": str(kubeconfig or home / "none")}
 
     def __call__(self, *arguments: str) -> Answer:
-        ended = subprocess.run(
-            [str(self.path), *arguments],
-            capture_output=True,
-            text=True,
-            env=self.env,
-            timeout=300,
-            check=False,
-        )
-        return Answer(ended.returncode, ended.stdout, ended.stderr)
+        return answer_of([str(self.path), *arguments], env=self.env, limit=300)
 
     def template(
         self, *arguments: str, profile: tuple[str, ...] = ("--set", REGISTRY)
