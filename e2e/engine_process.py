@@ -19,8 +19,9 @@ from e2e.images.engine import ensure_bundle
 from e2e.images.engine_bundle import EngineError
 
 _PARENT = Path(__file__).with_name("engine_parent.py")
-_IMPORT_SECONDS = 600.0
+_IMPORT_SECONDS = 300.0
 _FORK_SECONDS = 300.0
+_END_SECONDS = 60.0
 
 
 class Process(Protocol):
@@ -141,6 +142,10 @@ def _parent(environment: frozenset[tuple[str, str]]) -> Path:
 
 
 def _end(parent: subprocess.Popen[bytes], folder: Path) -> None:
-    with parent:  # closes its standard input and waits
-        pass
+    assert parent.stdin is not None
+    parent.stdin.close()
+    try:
+        parent.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        parent.kill()
     shutil.rmtree(folder, ignore_errors=True)

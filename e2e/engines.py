@@ -13,6 +13,7 @@ SIGKILL.
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -35,10 +36,11 @@ from e2e.ports import HOST, ReservedPorts
 BLOCK_SIZE = 32
 """Tokens a KV block: the least that vLLM's CPU attention takes (its default, 128, hides short prompts from caches)."""
 
-READY_SECONDS = 900.0
-"""A boot is seconds of CPU, and several engines boot at once. One that ends is noticed at once."""
+READY_SECONDS = 420.0
+"""A boot is seconds of CPU, and several engines boot at once: up to a minute. One that ends is noticed at once."""
 
 _KILL_SECONDS = 60.0
+_ABORT_SECONDS = 60.0
 
 # Reads until its input ends, which is when nobody holds the other end of the pipe any more: the harness is dead,
 # however it died. Then it does what `Engine.stop` does. $1 is the server, which leads the process group.
@@ -122,6 +124,7 @@ class EngineSpec:
             "HOME": str(scratch),
             "TMPDIR": str(scratch),
             "PYTHONPATH": os.pathsep.join(str(path) for path in self.python_path),
+            "PYTHONFAULTHANDLER": "1",
             "PYTHONUNBUFFERED": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
@@ -192,9 +195,21 @@ class Engine:
                 return
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"Engine {self.name} is not ready after {limit_seconds:.0f} s.\n{self.log_tail()}"
+                    f"Engine {self.name} is not ready after {limit_seconds:.0f} s.\n{self._where_it_hangs()}"
                 )
             time.sleep(0.25)
+
+    def _where_it_hangs(self) -> str:
+        """The end of the log of a server that is aborted, when Python writes the stacks of all threads."""
+        for process in live_members(self.process.pid):
+            with suppress(ProcessLookupError):
+                resource.prlimit(
+                    process, resource.RLIMIT_CORE, (0, 0)
+                )  # gigabytes, of which nobody reads one
+                os.kill(process, signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_ABORT_SECONDS)
+        return self.log_tail(lines=150)
 
     def _is_healthy(self) -> bool:
         try:

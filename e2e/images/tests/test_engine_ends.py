@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from e2e import engine_process
 from e2e.engines import Engine, EngineSpec, Ports, live_members
+from e2e.images.engine_bundle import EngineError
 
 ROOT = Path(__file__).parents[3]
 LIMIT_SECONDS = 60.0
@@ -59,6 +61,30 @@ def test_a_harness_that_is_killed_leaves_nothing(end: signal.Signals, tmp_path: 
         harness.send_signal(end)
         assert harness.wait(LIMIT_SECONDS) == -end
     _until(lambda: not live_members(server), "the server and its child are gone")
+
+
+class Hanging(EngineSpec):
+    """A server that never listens."""
+
+    def command(self, ports: Ports) -> list[str]:
+        wait = "def never_listens(): print('begun', flush=True); threading.Event().wait(600)"
+        return [sys.executable, "-c", f"import threading\n{wait}\nnever_listens()"]
+
+
+def test_a_server_that_hangs_shows_where(tmp_path: Path) -> None:
+    with Engine(Hanging(Path("/m"), forked=False), "hanging", tmp_path) as engine:
+        _until(lambda: "begun" in engine.log.read_text(), "the server hangs")
+        with pytest.raises(EngineError, match=r"(?s)not ready after 0 s.* in never_listens"):
+            engine.wait_ready(0)
+
+
+def test_a_parent_of_engines_that_does_not_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "_END_SECONDS", 0.1)
+    parent = subprocess.Popen(["/bin/sleep", "600"], stdin=subprocess.PIPE)
+    engine_process._end(parent, tmp_path)
+    assert parent.wait(LIMIT_SECONDS) == -signal.SIGKILL
 
 
 if __name__ == "__main__":
