@@ -7,7 +7,10 @@ KEEP ?=
 export CLUSTER
 # These tests share nothing, so they run side by side: three at once on two cores, since some wait for time to pass.
 # Without compiled modules each of their processes would spend longer on importing than on most tests.
-UNIT_TESTS := PYTHONDONTWRITEBYTECODE= $(VENV)/pytest -m "not engine and not cluster" --numprocesses=3 --dist=worksteal
+UNIT_TESTS := PYTHONDONTWRITEBYTECODE= $(VENV)/pytest -m "not engine and not cluster" --numprocesses=3 --dist=worksteal --timeout=360
+# One that hangs is to be told of by the run in which it hangs, which may take 90 minutes where this is the gate: no test
+# takes 900 s, even on a machine a third as fast, and what has failed so far is shown before a longer run is cut off.
+LIMITS := --timeout=900 --session-timeout=4800
 
 .PHONY: help
 help: ## Show this help
@@ -31,7 +34,7 @@ cluster-down: .venv/ready ## Take the local cluster down, leaving nothing behind
 .PHONY: test
 test: verify prepare ## Everything: lint, types, unit, contract tests, real engines, cluster scenarios
 	$(UNIT_TESTS)
-	$(VENV)/pytest -m "(engine or cluster) and not thorough" --durations=20
+	$(VENV)/pytest -m "(engine or cluster) and not thorough" $(LIMITS) --durations=20
 
 .PHONY: test-unit
 test-unit: .venv/ready ## The quick loop: unit and contract tests, no cluster, no engines

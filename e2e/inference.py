@@ -83,7 +83,7 @@ class Inference:
             error.add_note(self.told())
             raise
 
-    def wait_ready(self, limit: float = 900.0) -> None:
+    def wait_ready(self, limit: float = 600.0) -> None:
         """Wait until `Ready` is true for the object's present generation."""
         self.wait_condition("Ready", lambda c: c.status == "True", "true", limit)
 

@@ -79,7 +79,11 @@ def running_router(
             yield RouterPorts(said["port"], said["admin_port"])
         finally:
             process.terminate()
-            assert process.wait(ROUTER_SECONDS) == 0
+            try:
+                status = process.wait(ROUTER_SECONDS)
+            finally:
+                process.kill()  # or leaving would wait for it without a limit
+            assert status == 0, f"the router's last words:\n{(folder / 'router.log').read_text()[-2000:]}"
 
 
 def _first_line(log: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from e2e.engines import Engine, EngineSpec, Ports, live_members, running_all
 from e2e.images.engine import ensure_model
 from e2e.ports import HOST
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.engine
 
 CONVERSATIONS = int(os.environ.get("DISAGG_MODE_CONVERSATIONS", "4"))
 MANY = 200
@@ -254,6 +254,7 @@ def test_conversations_are_those_of_a_plain_engine_and_kv_moves(served: Served) 
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(3600)
 def test_many_conversations(served: Served) -> None:
     converse_and_count(served, MANY, at_once=8)
 

@@ -200,6 +200,7 @@ def unknown_people(first: int) -> list[Iterator[Prompt]]:
 # The story
 
 
+@pytest.mark.timeout(1500)  # with what it starts it is the longest of all tests by far
 def test_reuse_makes_prefill_smaller_and_no_turn_notices(
     pools: Inference, url: str, conversations: Sequence[Sequence[Prompt]]
 ) -> None:

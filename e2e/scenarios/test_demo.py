@@ -13,9 +13,10 @@ from e2e.inference import Inference
 
 pytestmark = pytest.mark.cluster
 RUNS = 3
+RUN_SECONDS = 700
 
 
-@pytest.mark.timeout(RUNS * 1800)
+@pytest.mark.timeout(RUNS * RUN_SECONDS)
 def test_the_demo_shows_kv_moving_both_ways(operator: Stack) -> None:
     """It wants of every turn what a crowded machine may take from one, so it has some runs to show it."""
     for _ in range(RUNS):
@@ -41,8 +42,11 @@ def run_demo(operator: Stack) -> "subprocess.CompletedProcess[str]":
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=1500,
+            timeout=RUN_SECONDS,
             check=False,
         )
+    except subprocess.TimeoutExpired as error:
+        said = b"".join(part for part in (error.stdout, error.stderr) if part)  # bytes, whatever `text` says
+        pytest.fail(f"The demo is not over after {RUN_SECONDS} s; it said:\n{said.decode(errors='replace')}")
     finally:
         Inference(operator.cluster, NAME).delete()

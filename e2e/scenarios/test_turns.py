@@ -73,7 +73,7 @@ def lose_pod(agents: Inference, role: str) -> None:
     wait_until(
         lambda: replaced(agents, role, pod["metadata"]["uid"]),
         f"a new {role} pod to be ready",
-        limit=900,
+        limit=600,
         every=1,
     )
     agents.wait_ready()

@@ -21,7 +21,7 @@ from e2e.images.engine import ensure_bundle, ensure_model, ensure_next
 INSIDE = Path(__file__).parent / "inside"
 SOURCES = Path(__file__).parents[2] / "src"
 ROOT = Path(__file__).parents[3]
-LIMIT_SECONDS = 1200
+LIMIT_SECONDS = 600
 
 IN_FRONT: dict[str, Callable[[], list[Path]]] = {"0.32": list, "0.33": lambda: [ensure_next()]}
 """Release series -> the folders to lay in front of the bundle's packages."""

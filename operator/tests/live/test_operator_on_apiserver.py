@@ -155,7 +155,7 @@ def test_a_quota_is_quoted_and_waited_for(
     until(is_left_alone, "the status to be at rest: there is no tight loop")
     cluster.kubectl("patch", "quota", "pods", "-n", namespace, "-p", '{"spec":{"hard":{"pods":"10"}}}')
     # The StatefulSet controller's own back-off decides when it tries again.
-    cluster.wait_for(namespace, "demo", "Ready", "True", limit=900)
+    cluster.wait_for(namespace, "demo", "Ready", "True", limit=600)
     until(lambda: len(pods(cluster, namespace)) == 6, "the old revision's pods to be gone")
 
 
