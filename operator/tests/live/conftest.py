@@ -17,6 +17,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def namespace(cluster: Cluster) -> str:
+    cluster.require_controllers()
     name = f"test-{next(_numbers)}"
     cluster.kubectl("create", "namespace", name)
     return name

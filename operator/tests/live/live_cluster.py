@@ -31,6 +31,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 _CONTROLLERS = (
     "garbagecollector,statefulset,deployment,replicaset,disruption,endpointslice,serviceaccount,resourcequota"
 )
+CONTROLLERS_LOG = "kube-controller-manager.log"
 _STOP_SECONDS = 60
 _KINDS = (
     "statefulsets,deployments,services,serviceaccounts,configmaps,roles,rolebindings,poddisruptionbudgets"
@@ -55,6 +56,7 @@ class Cluster:
 
     server: ApiServer
     folder: Path
+    controllers: subprocess.Popen[bytes]
     core: client.CoreV1Api = field(init=False)
     apps: client.AppsV1Api = field(init=False)
     custom: client.CustomObjectsApi = field(init=False)
@@ -63,6 +65,11 @@ class Cluster:
         api = config.new_client_from_config(str(self.server.kubeconfig))
         self.core, self.apps = client.CoreV1Api(api), client.AppsV1Api(api)
         self.custom = client.CustomObjectsApi(api)
+
+    def require_controllers(self) -> None:
+        """Fail if they have ended: without them every test would wait in vain as long as it may."""
+        said = self.folder / CONTROLLERS_LOG
+        assert self.controllers.poll() is None, f"the controllers ended:\n{said.read_text()[-3000:]}"
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
         answer = self.server.kubectl(*arguments, stdin=stdin)
@@ -183,8 +190,8 @@ def control_plane(folder: Path) -> Iterator[Cluster]:
             "--leader-elect=false",
             "--secure-port=0",
         ]
-        with _process(command, folder / "kube-controller-manager.log", dict(os.environ)):
-            cluster = Cluster(server, folder)
+        with _process(command, folder / CONTROLLERS_LOG, dict(os.environ)) as controllers:
+            cluster = Cluster(server, folder, controllers)
             server.install_crds()
             yield cluster
 
