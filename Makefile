@@ -5,6 +5,9 @@ VENV := .venv/bin
 CLUSTER ?= local
 KEEP ?=
 export CLUSTER
+# Packages come over a network that fails at times; uv asks three times within seconds.
+export UV_HTTP_RETRIES ?= 10
+export UV_HTTP_TIMEOUT ?= 120
 # These tests share nothing, so they run side by side: three at once on two cores, since some wait for time to pass.
 # Without compiled modules each of their processes would spend longer on importing than on most tests.
 UNIT_TESTS := PYTHONDONTWRITEBYTECODE= $(VENV)/pytest -m "not engine and not cluster" --numprocesses=3 --dist=worksteal --timeout=360

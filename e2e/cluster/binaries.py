@@ -8,17 +8,21 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from e2e.cluster.errors import ClusterError, CommandError
 from e2e.cluster.progress import Progress
 from e2e.cluster.recipes import Toolset, toolset_of
-from e2e.cluster.shell import run
+from e2e.cluster.shell import STILL_RUNNING, Result, run
 from e2e.images.engine_cache import cache_root
 
 _BUILD_LIMIT_SECONDS = 3600.0
+_ATTEMPTS = 3
+_PAUSE_SECONDS = 10.0
 
 
 def folder_of(toolset: Toolset) -> Path:
@@ -68,7 +72,8 @@ def _build(toolset: Toolset, program: str) -> None:
     unfinished = folder / f".{program}.{os.getpid()}.building"
     flags = f"{os.environ.get('GOFLAGS', '')} -mod=readonly".strip()
     env = {"CGO_ENABLED": "1" if toolset.cgo else "0", "GOFLAGS": flags, "GOWORK": "off"}
-    try:
+
+    def go_build() -> None:
         run(
             toolset.build_command(program, unfinished),
             f"Building {program}",
@@ -76,6 +81,9 @@ def _build(toolset: Toolset, program: str) -> None:
             cwd=toolset.folder,
             timeout=_BUILD_LIMIT_SECONDS,
         )
+
+    try:
+        _insist(go_build)
     except CommandError as error:
         raise ClusterError(
             f"{error}\nGo fetches modules through the proxy that `go env GOPROXY` names: check that it is reachable and "
@@ -84,11 +92,22 @@ def _build(toolset: Toolset, program: str) -> None:
     unfinished.rename(folder / program)
 
 
+def _insist(fetch: Callable[[], Result]) -> Result:
+    """Try what fetches modules some times. Go asks once for each, and keeps what it has got and compiled."""
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            return fetch()
+        except CommandError as error:
+            if not left or error.code == STILL_RUNNING:
+                raise
+            time.sleep(_PAUSE_SECONDS)
+    raise AssertionError
+
+
 def _copy_assets(toolset: Toolset, folder: Path) -> None:
     for module, names in toolset.assets.items():
-        described = run(
-            ["go", "mod", "download", "-json", module], f"Fetching {module}", cwd=toolset.folder, timeout=600
-        )
+        download = ["go", "mod", "download", "-json", module]
+        described = _insist(partial(run, download, f"Fetching {module}", cwd=toolset.folder, timeout=600))
         source = Path(json.loads(described)["Dir"])
         for name in names:
             unfinished = folder / f".{Path(name).name}.building"

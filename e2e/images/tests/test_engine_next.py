@@ -1,6 +1,7 @@
 """What is taken out of the next vLLM's wheel, and how its folder is called."""
 
 import importlib.metadata
+import sys
 import zipfile
 from pathlib import Path
 
@@ -55,3 +56,22 @@ def test_the_pinned_version_is_one_that_the_connector_supports() -> None:
 
     version = engine_next.next_version(engine_next.LOCK_FILE.read_text())
     assert version.rpartition(".")[0] == list(SUPPORTED)[-1]
+
+
+@pytest.mark.parametrize("failures", [engine_next._ATTEMPTS - 1, engine_next._ATTEMPTS])
+def test_a_download_that_breaks_off_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    pip, into = tmp_path / "python", tmp_path / "into"
+    pip.write_text(
+        f"#!/bin/sh\necho >> {tmp_path}/runs\n"
+        f"[ $(wc -l < {tmp_path}/runs) -gt {failures} ] || {{ echo 'connection broken' >&2; exit 1; }}\n"
+        f"mkdir -p {into} && echo > {into}/vllm.whl\n"
+    )
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    if failures < engine_next._ATTEMPTS:
+        assert engine_next._download(into) == into / "vllm.whl"
+    else:
+        with pytest.raises(EngineError, match="connection broken"):
+            engine_next._download(into)
