@@ -65,7 +65,9 @@ def routed(
 
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+    # Engines close a connection after 5 s of silence, and a turn that is on its way by then is lost.
+    connector, limit = aiohttp.TCPConnector(force_close=True), aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
         yield session
 
 
