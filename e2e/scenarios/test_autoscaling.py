@@ -28,7 +28,7 @@ RATE = 100.0
 SPEED = 70
 """What one prefill pod is said to compute: the load takes two pods without reuse, and one with most of it."""
 WINDOW, DOWN_WINDOW = 20, 30
-HANDOVER = 40
+HANDOVER = 60
 """Within it everything has to be seen that is there only while a pod leaves."""
 TALKERS = 4
 ENGINE_PORT, ROUTER_PORT, OPERATOR_PORT = 8000, 8001, 8080
