@@ -47,6 +47,13 @@ def success(kind: str, result: object) -> web.Response:
     return web.json_response({"status": "success", "data": {"resultType": kind, "result": result}})
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may need longer for an answer that does come."""
+    monkeypatch.setattr(prometheus, "_CONNECT_SECONDS", 60)
+    monkeypatch.setattr(prometheus, "_SECONDS", 60)
+
+
 @pytest.fixture
 async def fake() -> AsyncIterator[Fake]:
     server = Fake()

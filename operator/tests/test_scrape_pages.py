@@ -50,6 +50,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may need longer for an answer that does come."""
     monkeypatch.setattr(scrape, "_CONNECT_SECONDS", 60)
     monkeypatch.setattr(scrape, "_PAGE_SECONDS", 60)
+    monkeypatch.setattr(scrape, "_ALL_SECONDS", 120)
 
 
 @pytest.fixture
