@@ -140,7 +140,11 @@ class ControlChannel:
         if address in self._probing or len(self._probing) >= 16:
             return
         self._probing.add(address)
-        threading.Thread(target=self._probe, args=(address, on_refused), daemon=True).start()
+        try:
+            threading.Thread(target=self._probe, args=(address, on_refused), daemon=True).start()
+        except RuntimeError as error:  # out of threads: whoever asks again may have one
+            self._probing.discard(address)
+            logger.warning("Control channel: %s is not looked at: %s", address, error)
 
     def drain(self) -> list[Event]:
         """What has arrived since the last call, as far as one step should bear; see `has_events`."""

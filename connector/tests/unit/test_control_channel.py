@@ -487,6 +487,21 @@ def test_a_refused_connection_is_told_and_silence_is_not(ends: tuple[End, End]) 
     assert refused == ["nobody"]
 
 
+def test_an_address_is_probed_again_when_there_are_threads_again(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one, nobody, refused = ends[0], free_address(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        one.channel.probe(nobody, lambda: refused.append("without a thread"))
+    one.channel.probe(nobody, lambda: refused.append("with one"))
+    one.collect(lambda _: bool(refused))
+    assert refused == ["with one"]
+
+
 def test_a_taken_port_is_explained() -> None:
     with closing(End()) as end, pytest.raises(OSError, match="cannot listen"):
         ControlChannel(end.address, lambda message: None, lambda: None, sealing())
