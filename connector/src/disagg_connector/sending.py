@@ -22,6 +22,11 @@ RESERVED_SECONDS = 1.0
 # Of one write. An order between steps must fit into a message (`link.MAX_MESSAGE_BYTES`).
 RESERVED_AT_ONCE = 8192
 
+# From when a write may not begin any more. It takes milliseconds, and seconds if it is large; one into an engine that is frozen, or
+# that has lost its network, may never end. The engine does not step for ever for its sake, since neither a pause nor a shutdown
+# would ever end: its end is told with whatever step comes.
+PATIENCE = 60.0
+
 # Cancelled transfers remembered, so that a request that overtook its cancellation starts nothing.
 TOMBSTONES = 8192
 
@@ -71,6 +76,7 @@ class Sender:
         self._steps = steps
         self._ranks = ranks
         self._sending: dict[str, _Sending] = {}
+        self._busy_until = float("-inf")
         self._due: dict[str, _Sending] = {}
         """Not handed to the workers yet."""
         self._to_stop: list[str] = []
@@ -88,8 +94,8 @@ class Sender:
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer needs engine steps to get on."""
-        return bool(self._sending)
+        """Whether a transfer needs engine steps to get on, as far as there is reason to expect that it does."""
+        return bool(self._sending) and self._clock() < self._busy_until
 
     def is_cancelled(self, xid: str) -> bool:
         """Whether the owner of the target blocks has taken them back."""
@@ -113,7 +119,8 @@ class Sender:
             raise ValueError(f"transfer {xid}: {len(local)} blocks into {len(remote)}")
         job = WriteJob(xid, peer, tuple(local), tuple(remote), start_within)
         sending = _Sending(job, self._clock() + start_within, fence, on_done)
-        self._sending[xid] = self._due[xid] = sending
+        self._follow(sending)
+        self._due[xid] = sending
         self.pinned += len(job.local)
         if self.is_cancelled(xid):
             self._finish(sending)
@@ -165,9 +172,7 @@ class Sender:
         if begun is None:
             return
         grant = begun.grant
-        self._sending[xid] = _Sending(
-            begun.job, begun.deadline, 0, lambda sent: reserved.on_done(grant, sent)
-        )
+        self._follow(_Sending(begun.job, begun.deadline, 0, lambda sent: reserved.on_done(grant, sent)))
         self._begun[xid] = begun
         self._linked.add(xid)
 
@@ -237,6 +242,10 @@ class Sender:
         sending.tally.add(tally)
         if sending.tally.done >= self._ranks:
             self._finish(sending)
+
+    def _follow(self, sending: _Sending) -> None:
+        self._sending[sending.job.xid] = sending
+        self._busy_until = max(self._busy_until, sending.deadline + PATIENCE)
 
     def _call_off(self, sending: _Sending) -> None:
         xid = sending.job.xid

@@ -146,6 +146,21 @@ def test_a_pause_does_not_wait_for_a_lost_peer_for_ever() -> None:
     assert not decode.reset(), "a late write may still come: vLLM has to refuse"
 
 
+def test_a_pause_does_not_wait_for_a_write_that_never_ends() -> None:
+    world = World()
+    world.turn(PROMPT, world.decodes[0])
+    write = step_until_posted(world, "p")
+    world.prefill.pause()
+    began = world.clock.now
+    while world.prefill.scheduler.needs_steps:
+        world.run_without_landing(seconds=1.0)
+        assert world.clock.now - began < 120
+    assert not world.prefill.reset(), "its source blocks are still read"
+    world.land(write)
+    world.settle()
+    assert world.prefill.reset()
+
+
 def test_a_paused_engine_refuses_peers_without_its_engine_thread() -> None:
     world = World()
     prefill, decode = world.prefill, world.decodes[0]
