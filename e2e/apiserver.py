@@ -11,9 +11,8 @@ import json
 import secrets
 import ssl
 import subprocess
-import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,51 +24,16 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from e2e.cluster import binaries
 from e2e.cluster.errors import CommandError, DaemonDied
-from e2e.cluster.kubectl import ATTEMPTS, PAUSE_SECONDS, has_stalled
+from e2e.cluster.kubectl import ask_patiently
 from e2e.cluster.layout import REPOSITORY
 from e2e.cluster.progress import Progress
-from e2e.cluster.shell import wait_until
+from e2e.cluster.shell import Answer, wait_until
 from e2e.ports import free_port
 
 PROGRAMS = ("etcd", "kube-apiserver", "kubectl")
 _CRDS = REPOSITORY / "crds"
 _READY_LIMIT_SECONDS = 300.0
 _STOP_LIMIT_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a program said."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def ok(self) -> bool:
-        """Whether it ended well."""
-        return self.code == 0
-
-
-def answer_of(
-    command: Sequence[str], *, stdin: str | None = None, env: Mapping[str, str] | None = None, limit: float
-) -> Answer:
-    """Runs kubectl or helm, again if the machine stood still meanwhile."""
-    for attempt in range(1, ATTEMPTS + 1):
-        ended = subprocess.run(
-            command,
-            input=stdin,
-            stdin=subprocess.DEVNULL if stdin is None else None,
-            capture_output=True,
-            text=True,
-            env=env,
-            timeout=limit,
-            check=False,
-        )
-        if ended.returncode == 0 or attempt == ATTEMPTS or not has_stalled(ended.stderr):
-            break
-        time.sleep(PAUSE_SECONDS)
-    return Answer(ended.returncode, ended.stdout, ended.stderr)
 
 
 @dataclass(frozen=True)
@@ -82,7 +46,7 @@ class ApiServer:
     def kubectl(self, *arguments: str, stdin: str | None = None, limit: float = 180.0) -> Answer:
         """Runs kubectl; a failure is an answer, not an exception."""
         command = [str(self.kubectl_path), "--kubeconfig", str(self.kubeconfig), *arguments]
-        return answer_of(command, stdin=stdin, limit=limit)
+        return ask_patiently(command, "Asking the API server", stdin=stdin, timeout=limit)
 
     def apply(self, manifest: Mapping[str, object] | str, *options: str) -> Answer:
         """`kubectl apply` of one manifest, given as an object or as YAML."""

@@ -4,11 +4,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from e2e.cluster.errors import CommandError
-from e2e.cluster.shell import Word, in_netns, run
+from e2e.cluster.shell import Answer, Word, answer_of, in_netns, output
 
 ATTEMPTS = 4
-PAUSE_SECONDS = 1.0
+_PAUSE_SECONDS = 1.0
 _STALLED = (
     "TLS handshake timeout",
     "i/o timeout",
@@ -17,12 +16,24 @@ _STALLED = (
 )
 
 
-def has_stalled(words: str) -> bool:
-    """Whether kubectl or helm ended with `words` because the machine stood still: it gives a TLS handshake 10 s, etcd a request 7 s.
+def ask_patiently(
+    argv: Sequence[Word],
+    doing: str,
+    *,
+    stdin: str | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 180.0,
+) -> Answer:
+    """`answer_of` for kubectl and helm: again if the machine stood still meanwhile. kubectl gives a TLS handshake 10 s, etcd a request 7 s.
 
     Nothing is wrong then, and to ask once more is right: the request was not made, or making it twice does no harm.
     """
-    return any(mark in words for mark in _STALLED)
+    for attempt in range(1, ATTEMPTS + 1):
+        answer = answer_of(argv, doing, stdin=stdin, env=env, timeout=timeout)
+        if answer.ok or attempt == ATTEMPTS or not any(mark in answer.stderr for mark in _STALLED):
+            break
+        time.sleep(_PAUSE_SECONDS)
+    return answer
 
 
 def run_patiently(
@@ -33,15 +44,8 @@ def run_patiently(
     env: Mapping[str, str] | None = None,
     timeout: float = 180.0,
 ) -> str:
-    """`run` for kubectl and helm: again if the machine stood still meanwhile."""
-    for _ in range(ATTEMPTS - 1):
-        try:
-            return run(argv, doing, stdin=stdin, env=env, timeout=timeout)
-        except CommandError as error:
-            if not has_stalled(error.output):
-                raise
-        time.sleep(PAUSE_SECONDS)
-    return run(argv, doing, stdin=stdin, env=env, timeout=timeout)
+    """`run`, as patiently."""
+    return output(ask_patiently(argv, doing, stdin=stdin, env=env, timeout=timeout), argv, doing)
 
 
 class Kubectl:

@@ -1,9 +1,10 @@
-"""Running programs and waiting for conditions: the package's only two ways to touch the machine and the clock."""
+"""Running programs and waiting for conditions."""
 
 import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +17,21 @@ STILL_RUNNING = 124
 """The status of a program that did not end in time, as `timeout` gives it."""
 
 
-def run(
+@dataclass(frozen=True)
+class Answer:
+    """What a program said."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended well."""
+        return self.code == 0
+
+
+def answer_of(
     argv: Sequence[Word],
     doing: str,
     *,
@@ -24,13 +39,13 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     timeout: float = 120.0,
-) -> str:
-    """Run a program to its end and return what it wrote to standard output.
+) -> Answer:
+    """Run a program to its end; that it fails is an answer too.
 
     `doing` says what it is for and starts the error's text; `env` is added to ours.
 
     Raises:
-        CommandError: it is missing, failed, or did not end within `timeout` seconds.
+        CommandError: it is missing, or did not end within `timeout` seconds.
     """
     command = [str(word) for word in argv]
     try:
@@ -51,9 +66,35 @@ def run(
         raise CommandError(
             doing, command, STILL_RUNNING, f"it was still running after {timeout:.0f} s"
         ) from error
-    if ended.returncode != 0:
-        raise CommandError(doing, command, ended.returncode, ended.stdout + ended.stderr)
-    return ended.stdout
+    return Answer(ended.returncode, ended.stdout, ended.stderr)
+
+
+def output(answer: Answer, argv: Sequence[Word], doing: str) -> str:
+    """What a program wrote to standard output.
+
+    Raises:
+        CommandError: it failed.
+    """
+    if not answer.ok:
+        raise CommandError(doing, [str(word) for word in argv], answer.code, answer.stdout + answer.stderr)
+    return answer.stdout
+
+
+def run(
+    argv: Sequence[Word],
+    doing: str,
+    *,
+    stdin: str | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 120.0,
+) -> str:
+    """As `answer_of`, and return what it wrote to standard output.
+
+    Raises:
+        CommandError: it is missing, failed, or did not end within `timeout` seconds.
+    """
+    return output(answer_of(argv, doing, stdin=stdin, env=env, cwd=cwd, timeout=timeout), argv, doing)
 
 
 def in_netns(name: str, argv: Sequence[Word]) -> list[str]:

@@ -12,10 +12,11 @@ import yaml
 
 from disagg_operator.config import Settings
 from disagg_operator.kube import CHILD_KINDS, RESOURCES
-from e2e.apiserver import Answer, ApiServer, answer_of, api_server
+from e2e.apiserver import ApiServer, api_server
 from e2e.cluster import binaries
+from e2e.cluster.kubectl import ask_patiently
 from e2e.cluster.progress import Progress
-from e2e.cluster.shell import wait_until
+from e2e.cluster.shell import Answer, wait_until
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ class Helm:
         self.env = {**os.environ, "HOME": str(home), "KUBECONFIG": str(kubeconfig or home / "none")}
 
     def __call__(self, *arguments: str) -> Answer:
-        return answer_of([str(self.path), *arguments], env=self.env, limit=300)
+        return ask_patiently([self.path, *arguments], "Running helm", env=self.env, timeout=300)
 
     def template(
         self, *arguments: str, profile: tuple[str, ...] = ("--set", REGISTRY)

@@ -25,8 +25,7 @@ Ask = Callable[..., str]
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], Path]:
-    monkeypatch.setattr(kubectl, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr("e2e.apiserver.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(kubectl, "_PAUSE_SECONDS", 0.0)
 
     def write(failures: int, words: str) -> Path:
         """Fails so often with these words, then does what it is asked to."""
